@@ -1,0 +1,1 @@
+"""How a model becomes graphs. Never imports the runtime or onnxruntime."""

@@ -1,0 +1,26 @@
+"""How much a bundle holds: context, sequences and the longest step. Fixed at export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cachegraph.models.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capacity:
+    """Sizes chosen at export.
+
+    context: positions 0 .. context-1 of each sequence. sequences: streams in every cache.
+    max_step: the largest number of tokens of one sequence in one graph call.
+    """
+
+    context: int = 4096
+    sequences: int = 1
+    max_step: int = 128
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < 1:
+                raise ConfigError(f"{field.name} is {value}; it must be 1 or more")

@@ -1,0 +1,1 @@
+"""DeepSeek-V4: config, tensor table, cache layouts, contract and the float64 twin."""

@@ -1,0 +1,361 @@
+"""The contract of a DeepSeek-V4 graph: cache layouts, dimension arithmetic and every tensor row.
+
+This is the one place that knows the sizes. The builder declares these shapes, the runtime allocates
+and fills them. Dimension names (S, P, T, N ...) are explained in `DIM_MEANINGS`.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, doubling
+from cachegraph.models.capacity import Capacity
+from cachegraph.models.contract import (
+    CacheKind,
+    CacheSpec,
+    Contract,
+    Dim,
+    DType,
+    Padding,
+    Planner,
+    Role,
+    RowLayout,
+    TensorRow,
+    cache_rows,
+)
+from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
+
+NO_PREVIOUS = "no_previous_window"  # kv 0, score -inf: softmax weight 0
+PADDED_BLOCK = "padded_block"  # kv 0, score 0: a padded block's softmax stays finite
+
+DIM_MEANINGS = {
+    "S": "streams",
+    "P": "tokens per stream",
+    "T": "tokens of the call, S*P, stream-major",
+    "O": "rows whose logits are computed: S, or T",
+    "W": "raw rows read per stream: window + P",
+    "N": "CSA rows exposed per stream",
+    "NH": "HCA rows exposed per stream",
+    "BC": "CSA blocks that may close: S*ceil(P/ratio), or 0",
+    "BH": "HCA blocks that may close: S*ceil(P/ratio), or 0",
+    "AC": "CSA state rows carried into closing windows: S*2*ratio + 2, or 0",
+    "AH": "HCA state rows carried into closing windows: S*ratio + 1, or 0",
+    "KC": "CSA state rows persisted: S*min(P, ring)",
+    "KH": "HCA state rows persisted: S*min(P, ring)",
+}
+
+_STATE_OF = {
+    CacheKind.CSA: CacheKind.CSA_STATE,
+    CacheKind.LID: CacheKind.LID_STATE,
+    CacheKind.HCA: CacheKind.HCA_STATE,
+}
+_SUFFIX = {CacheKind.CSA: "C", CacheKind.HCA: "H"}  # of the dims B, A, K
+_EXPOSED = {CacheKind.CSA: "N", CacheKind.HCA: "NH"}
+_LAYER_CACHES = {
+    LayerKind.WINDOW: (CacheKind.RAW,),
+    LayerKind.CSA: (
+        CacheKind.RAW,
+        CacheKind.CSA,
+        CacheKind.LID,
+        CacheKind.CSA_STATE,
+        CacheKind.LID_STATE,
+    ),
+    LayerKind.HCA: (CacheKind.RAW, CacheKind.HCA, CacheKind.HCA_STATE),
+}
+
+
+def state_kind(kind: CacheKind) -> CacheKind:
+    """The state ring that belongs to a compressed cache kind."""
+    return _STATE_OF[kind]
+
+
+def is_overlapping(kind: CacheKind) -> bool:
+    """Whether a compressor's windows reach back into the previous block (CSA and indexer)."""
+    return kind in (CacheKind.CSA, CacheKind.LID)
+
+
+def compressor_kinds(config: DeepseekV4Config) -> tuple[CacheKind, ...]:
+    """The kinds that have a plan of their own. The CSA plan serves the indexer's rows too."""
+    pairs = ((LayerKind.CSA, CacheKind.CSA), (LayerKind.HCA, CacheKind.HCA))
+    return tuple(kind for layer, kind in pairs if layer in config.layer_kinds)
+
+
+def ratio_of(config: DeepseekV4Config, kind: CacheKind) -> int:
+    """Tokens per compressed row of a cache kind."""
+    return config.hca_ratio if kind is CacheKind.HCA else config.csa_ratio
+
+
+def ring_rows(config: DeepseekV4Config, kind: CacheKind) -> int:
+    """Rows of a state ring: 2R with overlap, else R."""
+    return ratio_of(config, kind) * (2 if is_overlapping(kind) else 1)
+
+
+def rows_per_stream(config: DeepseekV4Config, capacity: Capacity, kind: CacheKind) -> int:
+    """Live rows of one stream in a cache kind."""
+    if kind is CacheKind.RAW:
+        return config.sliding_window + capacity.max_step
+    if kind in _STATE_OF:
+        return max(1, ceil(capacity.context / ratio_of(config, kind)))
+    compressed = next(k for k, state in _STATE_OF.items() if state is kind)
+    return ring_rows(config, compressed)
+
+
+def blocks_per_stream(config: DeepseekV4Config, kind: CacheKind, step: int) -> int:
+    """Most blocks of a kind that `step` consecutive tokens of one sequence can close."""
+    return ceil(step / ratio_of(config, kind))
+
+
+def dims(config: DeepseekV4Config, bucket: Bucket) -> dict[str, int]:
+    """Every dimension of one bucket by name. The formulas are those of `DIM_MEANINGS`."""
+    s, p = bucket.streams, bucket.step
+    sizes = {
+        "S": s,
+        "P": p,
+        "T": s * p,
+        "O": bucket.out_rows,
+        "W": config.sliding_window + p,
+        "N": bucket.context,
+        "NH": ceil(bucket.context * config.csa_ratio / config.hca_ratio),
+    }
+    for kind in compressor_kinds(config):
+        ratio, suffix = ratio_of(config, kind), _SUFFIX[kind]
+        closes = kind in bucket.closes
+        carried = s * 2 * ratio + 2 if is_overlapping(kind) else s * ratio + 1
+        sizes["B" + suffix] = s * blocks_per_stream(config, kind, p) if closes else 0
+        sizes["A" + suffix] = carried if closes else 0
+        sizes["K" + suffix] = s * min(p, ring_rows(config, kind))
+    return sizes
+
+
+def ladder(config: DeepseekV4Config, capacity: Capacity) -> BucketLadder:
+    """The rungs of P, N and S for a capacity.
+
+    The smallest context rung is not below top-k, since ONNX TopK refuses k above its columns.
+    """
+    first = doubling(1, config.index_topk)[-1]
+    rows = max(1, ceil(capacity.context / config.csa_ratio))
+    steps = {p for p in (1, 4, 16, 64) if p < capacity.max_step} | {capacity.max_step}
+    return BucketLadder(
+        streams=capped_doubling(capacity.sequences),
+        steps=tuple(sorted(steps)),
+        contexts=doubling(first, rows),
+    )
+
+
+def largest_bucket(config: DeepseekV4Config, capacity: Capacity) -> Bucket:
+    """The bucket whose every dimension is the ladder's greatest."""
+    rungs = ladder(config, capacity)
+    return Bucket(
+        streams=rungs.streams[-1],
+        step=rungs.steps[-1],
+        context=rungs.contexts[-1],
+        closes=compressor_kinds(config),
+        all_rows=True,
+    )
+
+
+def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, RowLayout]:
+    """The row layout of every cache kind that some layer has.
+
+    Spare rows are as many as the largest bucket can pad: each padded write has its own.
+    """
+    largest = dims(config, largest_bucket(config, capacity))
+    spare = {CacheKind.RAW: largest["T"]}
+    for kind in (CacheKind.CSA, CacheKind.LID, CacheKind.HCA):
+        suffix = _SUFFIX.get(kind, "C")
+        spare[kind] = largest.get("B" + suffix, 0)
+        spare[_STATE_OF[kind]] = largest.get("K" + suffix, 0)
+    present = {kind for layer in config.layer_kinds for kind in _LAYER_CACHES[layer]}
+    return {
+        kind: RowLayout(
+            rows_per_stream=rows_per_stream(config, capacity, kind),
+            streams=capacity.sequences,
+            sentinels=_sentinels(kind),
+            spare_rows=spare[kind],
+        )
+        for kind in CacheKind
+        if kind in present
+    }
+
+
+def _sentinels(kind: CacheKind) -> tuple[str, ...]:
+    if kind in (CacheKind.CSA_STATE, CacheKind.LID_STATE):
+        return (NO_PREVIOUS, PADDED_BLOCK)
+    return (PADDED_BLOCK,) if kind is CacheKind.HCA_STATE else ()
+
+
+def cache_width(config: DeepseekV4Config, kind: CacheKind) -> int:
+    """Values per row. State rows hold `kv` then `score`, each twice as wide with overlap."""
+    head = {CacheKind.LID: config.index_head_dim, CacheKind.LID_STATE: config.index_head_dim}
+    width = head.get(kind, config.head_dim)
+    if kind is CacheKind.HCA_STATE:
+        return 2 * width
+    return 4 * width if kind in (CacheKind.CSA_STATE, CacheKind.LID_STATE) else width
+
+
+def caches(config: DeepseekV4Config, capacity: Capacity) -> tuple[CacheSpec, ...]:
+    """Every cache of the model, layer by layer."""
+    by_kind = layouts(config, capacity)
+    return tuple(
+        CacheSpec(
+            layer=layer,
+            kind=kind,
+            dtype=DType.FLOAT32,
+            width=cache_width(config, kind),
+            layout=by_kind[kind],
+        )
+        for layer, layer_kind in enumerate(config.layer_kinds)
+        for kind in _LAYER_CACHES[layer_kind]
+    )
+
+
+def contract(config: DeepseekV4Config, capacity: Capacity) -> Contract:
+    """The whole contract of the template graph."""
+    specs = caches(config, capacity)
+    plans = _raw_rows()
+    for kind in compressor_kinds(config):
+        plans += _compressor_rows(config, kind)
+    logits = TensorRow(
+        name="logits",
+        dtype=DType.FLOAT32,
+        shape=("O", config.vocab_size),
+        role=Role.RESULT,
+        is_output=True,
+        meaning="scores of the next token, one row for each entry of out_rows",
+    )
+    sides = cache_rows(specs)
+    half = len(specs)
+    rows = (*_batch_rows(), *plans, *sides[:half], logits, *sides[half:])
+    return Contract(rows=rows, caches=specs)
+
+
+def _row(
+    name: str,
+    shape: tuple[Dim, ...],
+    meaning: str,
+    *,
+    planner: Planner,
+    padding: Padding,
+    spare_of: CacheKind | None = None,
+    role: Role = Role.PLAN,
+) -> TensorRow:
+    return TensorRow(
+        name=name,
+        dtype=DType.INT64,
+        shape=shape,
+        role=role,
+        planner=planner,
+        padding=padding,
+        spare_of=spare_of,
+        meaning=meaning,
+    )
+
+
+def _batch_rows() -> tuple[TensorRow, ...]:
+    def row(name: str, shape: tuple[Dim, ...], padding: Padding, meaning: str) -> TensorRow:
+        return _row(
+            name, shape, meaning, planner=Planner.BATCH, padding=padding, role=Role.BATCH
+        )
+
+    return (
+        row("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
+        row("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
+        row("out_rows", ("O",), Padding.LAST, "rows of T whose logits are wanted"),
+    )
+
+
+def _raw_rows() -> tuple[TensorRow, ...]:
+    def row(
+        field: str,
+        shape: tuple[Dim, ...],
+        padding: Padding,
+        meaning: str,
+        spare_of: CacheKind | None = None,
+    ) -> TensorRow:
+        return _row(
+            f"plan.raw.{field}",
+            shape,
+            meaning,
+            planner=Planner.RAW,
+            padding=padding,
+            spare_of=spare_of,
+        )
+
+    return (
+        row("write_idxs", ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW),
+        row("read_idxs", ("S", "W"), Padding.LAST, "raw rows each stream reads, own ones too"),
+        row("read_pos", ("S", "W"), Padding.ZERO, "position held by each row read"),
+        row("read_counts", ("S",), Padding.ZERO, "rows read per stream; later ones are masked"),
+    )
+
+
+def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorRow, ...]:
+    """Plan rows of one compressor.
+
+    A **source table** is [A carried state rows | T rows of this call]; the closing windows and the
+    rows to persist are both taken from it, which orders every read of old state before the write.
+    """
+    suffix, state = _SUFFIX[kind], _STATE_OF[kind]
+    window = ring_rows(config, kind)  # a window is as long as the ring: 2R with overlap, else R
+
+    def row(
+        field: str,
+        shape: tuple[Dim, ...],
+        padding: Padding,
+        meaning: str,
+        spare_of: CacheKind | None = None,
+    ) -> TensorRow:
+        return _row(
+            f"plan.{kind.value}.{field}",
+            shape,
+            meaning,
+            planner=Planner.COMPRESSOR,
+            padding=padding,
+            spare_of=spare_of,
+        )
+
+    return (
+        row("state_pos", ("T",), Padding.ZERO, "position modulo ratio: row of the position bias"),
+        row(
+            "state_old_idxs",
+            ("A" + suffix,),
+            Padding.SENTINEL,
+            "state rows carried into the source table",
+            state,
+        ),
+        row(
+            "state_read_idxs",
+            ("B" + suffix, window),
+            Padding.SENTINEL,
+            "source-table rows of each closing window, the previous block's first",
+            state,
+        ),
+        row(
+            "state_persist_src_idxs",
+            ("K" + suffix,),
+            Padding.LAST,
+            "source-table rows to keep in the state ring",
+        ),
+        row(
+            "state_persist_dst_idxs",
+            ("K" + suffix,),
+            Padding.SPARE,
+            "state rows that take them",
+            state,
+        ),
+        row(
+            "state_write_idxs",
+            ("B" + suffix,),
+            Padding.SPARE,
+            "compressed row that takes each closing block",
+            kind,
+        ),
+        row(
+            "state_write_pos",
+            ("B" + suffix,),
+            Padding.ZERO,
+            "RoPE position of each closing block: its first token",
+        ),
+        row("n_visible", ("T",), Padding.ZERO, "compressed rows each token may see"),
+        row("rows", ("S", _EXPOSED[kind]), Padding.LAST, "compressed rows exposed to each stream"),
+    )

@@ -1,0 +1,1 @@
+"""How graphs run. Never imports graphgen, onnx, onnxscript, torch or transformers."""
