@@ -1,12 +1,13 @@
 """The contract of a DeepSeek-V4 graph: cache layouts, dimension arithmetic and every tensor row.
 
 This is the one place that knows the sizes. The builder declares these shapes, the runtime allocates
-and fills them. Dimension names (S, P, T, N ...) are explained in `DIM_MEANINGS`.
+and fills them. Dimension names (S, P, T, NC ...) are those of models/planner_specs.py.
 """
 
 from __future__ import annotations
 
 from math import ceil
+from typing import Generic, NamedTuple, TypeVar
 
 from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, doubling
 from cachegraph.models.capacity import Capacity
@@ -24,25 +25,10 @@ from cachegraph.models.contract import (
     cache_rows,
 )
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
+from cachegraph.models.planner_specs import CompressorSpec, PlannerSpecs, RawSpec, dims
 
 NO_PREVIOUS = "no_previous_window"  # kv 0, score -inf: softmax weight 0
 PADDED_BLOCK = "padded_block"  # kv 0, score 0: a padded block's softmax stays finite
-
-DIM_MEANINGS = {
-    "S": "streams",
-    "P": "tokens per stream",
-    "T": "tokens of the call, S*P, stream-major",
-    "O": "rows whose logits are computed: S, or T",
-    "W": "raw rows read per stream: window + P",
-    "N": "CSA rows exposed per stream",
-    "NH": "HCA rows exposed per stream",
-    "BC": "CSA blocks that may close: S*ceil(P/ratio), or 0",
-    "BH": "HCA blocks that may close: S*ceil(P/ratio), or 0",
-    "AC": "CSA state rows carried into closing windows: S*2*ratio + 2, or 0",
-    "AH": "HCA state rows carried into closing windows: S*ratio + 1, or 0",
-    "KC": "CSA state rows persisted: S*min(P, ring)",
-    "KH": "HCA state rows persisted: S*min(P, ring)",
-}
 
 _STATE_OF = {
     CacheKind.CSA: CacheKind.CSA_STATE,
@@ -50,7 +36,6 @@ _STATE_OF = {
     CacheKind.HCA: CacheKind.HCA_STATE,
 }
 _SUFFIX = {CacheKind.CSA: "C", CacheKind.HCA: "H"}  # of the dims B, A, K
-_EXPOSED = {CacheKind.CSA: "N", CacheKind.HCA: "NH"}
 _LAYER_CACHES = {
     LayerKind.WINDOW: (CacheKind.RAW,),
     LayerKind.CSA: (
@@ -62,6 +47,37 @@ _LAYER_CACHES = {
     ),
     LayerKind.HCA: (CacheKind.RAW, CacheKind.HCA, CacheKind.HCA_STATE),
 }
+
+
+V = TypeVar("V")
+
+
+class RawFields(NamedTuple, Generic[V]):
+    """The plan inputs of the raw caches, in graph order."""
+
+    write_idxs: V
+    read_idxs: V
+    read_pos: V
+    read_counts: V
+
+
+class CompressorFields(NamedTuple, Generic[V]):
+    """The plan inputs of one compressor, in graph order."""
+
+    state_pos: V
+    state_old_idxs: V
+    state_read_idxs: V
+    state_persist_src_idxs: V
+    state_persist_dst_idxs: V
+    state_write_idxs: V
+    state_write_pos: V
+    n_visible: V
+    rows: V
+
+
+def plan_name(kind: CacheKind, field: str) -> str:
+    """Graph name of a plan input."""
+    return f"plan.{kind.value}.{field}"
 
 
 def state_kind(kind: CacheKind) -> CacheKind:
@@ -100,31 +116,25 @@ def rows_per_stream(config: DeepseekV4Config, capacity: Capacity, kind: CacheKin
     return ring_rows(config, compressed)
 
 
-def blocks_per_stream(config: DeepseekV4Config, kind: CacheKind, step: int) -> int:
-    """Most blocks of a kind that `step` consecutive tokens of one sequence can close."""
-    return ceil(step / ratio_of(config, kind))
-
-
-def dims(config: DeepseekV4Config, bucket: Bucket) -> dict[str, int]:
-    """Every dimension of one bucket by name. The formulas are those of `DIM_MEANINGS`."""
-    s, p = bucket.streams, bucket.step
-    sizes = {
-        "S": s,
-        "P": p,
-        "T": s * p,
-        "O": bucket.out_rows,
-        "W": config.sliding_window + p,
-        "N": bucket.context,
-        "NH": ceil(bucket.context * config.csa_ratio / config.hca_ratio),
+def planner_specs(config: DeepseekV4Config) -> PlannerSpecs:
+    """The planners of the model. The CSA plan serves the indexer's rows too."""
+    serves = {
+        CacheKind.CSA: (CacheKind.CSA, CacheKind.LID),
+        CacheKind.HCA: (CacheKind.HCA,),
     }
-    for kind in compressor_kinds(config):
-        ratio, suffix = ratio_of(config, kind), _SUFFIX[kind]
-        closes = kind in bucket.closes
-        carried = s * 2 * ratio + 2 if is_overlapping(kind) else s * ratio + 1
-        sizes["B" + suffix] = s * blocks_per_stream(config, kind, p) if closes else 0
-        sizes["A" + suffix] = carried if closes else 0
-        sizes["K" + suffix] = s * min(p, ring_rows(config, kind))
-    return sizes
+    return PlannerSpecs(
+        raw=RawSpec(window=config.sliding_window),
+        compressors=tuple(
+            CompressorSpec(
+                kind=kind,
+                serves=tuple((served, _STATE_OF[served]) for served in serves[kind]),
+                ratio=ratio_of(config, kind),
+                overlap=is_overlapping(kind),
+            )
+            for kind in compressor_kinds(config)
+        ),
+        context_unit=config.csa_ratio,
+    )
 
 
 def ladder(config: DeepseekV4Config, capacity: Capacity) -> BucketLadder:
@@ -159,7 +169,7 @@ def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, Row
 
     Spare rows are as many as the largest bucket can pad: each padded write has its own.
     """
-    largest = dims(config, largest_bucket(config, capacity))
+    largest = dims(planner_specs(config), largest_bucket(config, capacity))
     spare = {CacheKind.RAW: largest["T"]}
     for kind in (CacheKind.CSA, CacheKind.LID, CacheKind.HCA):
         suffix = _SUFFIX.get(kind, "C")
@@ -273,7 +283,7 @@ def _raw_rows() -> tuple[TensorRow, ...]:
         spare_of: CacheKind | None = None,
     ) -> TensorRow:
         return _row(
-            f"plan.raw.{field}",
+            plan_name(CacheKind.RAW, field),
             shape,
             meaning,
             planner=Planner.RAW,
@@ -306,7 +316,7 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
         spare_of: CacheKind | None = None,
     ) -> TensorRow:
         return _row(
-            f"plan.{kind.value}.{field}",
+            plan_name(kind, field),
             shape,
             meaning,
             planner=Planner.COMPRESSOR,
@@ -357,5 +367,5 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
             "RoPE position of each closing block: its first token",
         ),
         row("n_visible", ("T",), Padding.ZERO, "compressed rows each token may see"),
-        row("rows", ("S", _EXPOSED[kind]), Padding.LAST, "compressed rows exposed to each stream"),
+        row("rows", ("S", "N" + suffix), Padding.LAST, "compressed rows exposed to each stream"),
     )

@@ -1,0 +1,1 @@
+"""The DeepSeek-V4 text model as onnxscript modules."""

@@ -1,0 +1,329 @@
+"""Expert layers, one class per way of computing the routed sum.
+
+All compute sum_k weight_k * W2_k( silu(min(W1_k x, limit)) * clip(W3_k x, -limit, limit) ), the
+routed scaling factor left to the caller. Expert stacks are written one expert at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+from onnxscript import OpBuilder, nn
+
+from cachegraph.graphgen.deepseek_v4.router import (
+    Routing,
+    choice_marks,
+    dense_weights,
+    log_weights,
+)
+from cachegraph.graphgen.deepseek_v4.step import StepValues
+from cachegraph.graphgen.layers.linear import (
+    ACCURACY_LEVEL,
+    FLOAT_TYPES,
+    as_float,
+    check_blocks,
+    joined,
+    linear,
+    with_shape,
+)
+from cachegraph.graphgen.options import Dialect, Experts, ExportOptions, WeightType
+from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe
+from cachegraph.graphgen.weights.quantise import pack_bytes, quantise
+from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Checkpoint names of one layer's experts; `prefix` such as layers.3.ffn.experts."""
+
+    prefix: str
+
+    def gate_up(self, expert: int) -> list[str]:
+        """W1 (gate) then W3 (up), each [I, D]."""
+        return [f"{self.prefix}.{expert}.{part}.weight" for part in ("w1", "w3")]
+
+    def down(self, expert: int) -> str:
+        """W2, [D, I]."""
+        return f"{self.prefix}.{expert}.w2.weight"
+
+
+class ExpertLayer(nn.Module):
+    """Common sizes of the expert layers."""
+
+    def __init__(self, config: DeepseekV4Config, prefix: str, options: ExportOptions) -> None:
+        super().__init__()
+        self.config, self.options = config, options
+        self.names = ExpertNames(prefix)
+        self.hidden, self.size = config.hidden_size, config.expert_size
+        self.add_weights()
+
+    def add_weights(self) -> None:
+        """Declare the layer's parameters."""
+        raise NotImplementedError
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """x [T, D] -> the weighted sum of the chosen experts, [T, D]."""
+        raise NotImplementedError
+
+
+def expert_layer(
+    config: DeepseekV4Config, prefix: str, options: ExportOptions
+) -> ExpertLayer:
+    """The expert layer of the chosen dialect, weight form and expert lowering."""
+    bits = options.weights.bits
+    if options.experts is Experts.CHOSEN:
+        if options.dialect is Dialect.ORT:
+            form = FusedExperts if bits is None else FusedQuantExperts
+            return form(config, prefix, options)
+        if bits is None:
+            return GatheredExperts(config, prefix, options)
+        if bits == 8:
+            return GatheredInt8Experts(config, prefix, options)
+    if bits is None:
+        return BatchedExperts(config, prefix, options)
+    return SeparateExperts(config, prefix, options)
+
+
+def swiglu(op: OpBuilder, gate: ir.Value, up: ir.Value, limit: float) -> ir.Value:
+    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
+    gate = op.Clip(gate, None, limit)
+    return op.Mul(op.Mul(gate, op.Sigmoid(gate)), op.Clip(up, -limit, limit))
+
+
+def interleaved(gate_up: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Rows gate 0, up 0, gate 1, up 1 ...: [2I, D]."""
+    gate, up = gate_up
+    return np.stack([gate, up], axis=1).reshape(2 * gate.shape[0], gate.shape[1])
+
+
+class FusedExperts(ExpertLayer):
+    """com.microsoft MoE over float weights [E, out, in], gate and up interleaved."""
+
+    def add_weights(self) -> None:
+        """fc1 [E, 2I, D] and fc2 [E, D, I]."""
+        experts, dtype = self.config.num_experts, FLOAT_TYPES[self.options.weights]
+
+        def make(read: Read) -> Iterator[Piece]:
+            for e in range(experts):
+                gate_up = [read(name) for name in self.names.gate_up(e)]
+                yield Piece("fc1", e, interleaved(gate_up)[None])
+                yield Piece("fc2", e, read(self.names.down(e))[None])
+
+        recipe = Recipe(make)
+        self.fc1 = recipe.weight("fc1", [experts, 2 * self.size, self.hidden], dtype)
+        self.fc2 = recipe.weight("fc2", [experts, self.hidden, self.size], dtype)
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """The softmax inside MoE turns log weights back into weights."""
+        form = self.options.weights
+        y = op.MoE(
+            x,
+            log_weights(op, self.config, routing, values),
+            as_float(op, self.fc1, form),
+            None,
+            as_float(op, self.fc2, form),
+            **_fused_attributes(self.config),
+            _domain="com.microsoft",
+        )
+        return with_shape(y, ["T", self.hidden])
+
+
+class FusedQuantExperts(ExpertLayer):
+    """com.microsoft QMoE over blockwise int4 or int8 weights."""
+
+    def add_weights(self) -> None:
+        """fc1, fc2 as packed codes and f32 scales [E, out, in/block]."""
+        experts, block = self.config.num_experts, self.options.quant_block
+        bits = self.options.weights.bits
+        assert bits is not None
+        check_blocks(self.names.gate_up(0)[0], self.hidden, block)
+        check_blocks(self.names.down(0), self.size, block)
+
+        def make(read: Read) -> Iterator[Piece]:
+            for e in range(experts):
+                gate_up = interleaved([read(name) for name in self.names.gate_up(e)])
+                for key, matrix in (("fc1", gate_up), ("fc2", read(self.names.down(e)))):
+                    codes, scales = quantise(matrix, bits, block)
+                    yield Piece(key, e, pack_bytes(codes, bits)[None])
+                    yield Piece(f"{key}_scales", e, scales[None])
+
+        recipe = Recipe(make)
+        u8, h, i = ir.DataType.UINT8, self.hidden, self.size
+        self.fc1 = recipe.weight("fc1", [experts, 2 * i, h * bits // 8], u8)
+        self.fc1_scales = recipe.weight("fc1_scales", [experts, 2 * i, h // block])
+        self.fc2 = recipe.weight("fc2", [experts, h, i * bits // 8], u8)
+        self.fc2_scales = recipe.weight("fc2_scales", [experts, h, i // block])
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """Chosen by marks, weighed by the unbiased scores (input 14), normalised inside."""
+        bits = self.options.weights.bits
+        y = op.QMoE(
+            x,
+            choice_marks(op, self.config, routing, values),
+            self.fc1,
+            self.fc1_scales,
+            None,
+            self.fc2,
+            self.fc2_scales,
+            *[None] * 7,
+            routing.scores,
+            **_fused_attributes(self.config),
+            expert_weight_bits=bits,
+            block_size=self.options.quant_block,
+            accuracy_level=ACCURACY_LEVEL if bits == 4 else 0,  # 8 bit has only this kernel
+            weights_prepacked=0,  # the CUDA kernel takes the default to mean a shuffled layout
+            _domain="com.microsoft",
+        )
+        return with_shape(y, ["T", self.hidden])
+
+
+class GatheredExperts(ExpertLayer):
+    """The chosen experts' float matrices, gathered: [E, in, out]."""
+
+    def add_weights(self) -> None:
+        """gate_up [E, D, 2I] and down [E, I, D]."""
+        experts, dtype = self.config.num_experts, FLOAT_TYPES[self.options.weights]
+
+        def make(read: Read) -> Iterator[Piece]:
+            for e in range(experts):
+                gate_up = joined(self.names.gate_up(e))(read)
+                yield Piece("gate_up", e, np.ascontiguousarray(gate_up.T)[None])
+                yield Piece("down", e, np.ascontiguousarray(read(self.names.down(e)).T)[None])
+
+        recipe = Recipe(make)
+        self.gate_up = recipe.weight("gate_up", [experts, self.hidden, 2 * self.size], dtype)
+        self.down = recipe.weight("down", [experts, self.size, self.hidden], dtype)
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """The chosen experts only."""
+        gate_up = self._chosen(op, self.gate_up, routing)  # [T, K, D, 2I]
+        hidden = op.MatMul(op.Unsqueeze(x, [1, 2]), gate_up)  # [T,1,1,D] -> [T,K,1,2I]
+        gate, up = op.Split(hidden, [self.size] * 2, axis=-1, _outputs=2)
+        inner = swiglu(op, gate, up, self.config.swiglu_limit)
+        outputs = op.MatMul(inner, self._chosen(op, self.down, routing))  # [T, K, 1, D]
+        weighted = op.Mul(outputs, op.Unsqueeze(routing.weights, [-1, -2]))
+        return op.ReduceSum(weighted, [1, 2], keepdims=0)
+
+    def _chosen(self, op: OpBuilder, stack: ir.Value, routing: Routing) -> ir.Value:
+        return as_float(op, op.Gather(stack, routing.columns, axis=0), self.options.weights)
+
+
+class GatheredInt8Experts(ExpertLayer):
+    """The chosen experts' int8 rows and scales, gathered and unpacked. [E, out, blocks, block]."""
+
+    def add_weights(self) -> None:
+        """gate_up [E, 2I, D/b, b] and down [E, D, I/b, b] int8, scales [E, out, in/b, 1]."""
+        experts, block = self.config.num_experts, self.options.quant_block
+        check_blocks(self.names.gate_up(0)[0], self.hidden, block)
+        check_blocks(self.names.down(0), self.size, block)
+
+        def make(read: Read) -> Iterator[Piece]:
+            for e in range(experts):
+                gate_up = joined(self.names.gate_up(e))(read)
+                for key, matrix in (("gate_up", gate_up), ("down", read(self.names.down(e)))):
+                    codes, scales = quantise(matrix, 8, block)
+                    yield Piece(key, e, codes[None])
+                    yield Piece(f"{key}_scales", e, scales[None])
+
+        recipe = Recipe(make)
+        for key, out, size_in in (
+            ("gate_up", 2 * self.size, self.hidden),
+            ("down", self.hidden, self.size),
+        ):
+            blocks = [experts, out, size_in // block]
+            setattr(self, key, recipe.weight(key, [*blocks, block], ir.DataType.INT8))
+            name = f"{key}_scales"
+            setattr(self, name, recipe.weight(name, [*blocks, 1]))
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """The chosen experts only."""
+        column = op.Unsqueeze(x, [1, -1])  # [T, 1, D, 1]
+        gate_up = self._chosen(op, self.gate_up, self.gate_up_scales, routing, self.hidden)
+        hidden = op.MatMul(gate_up, column)  # [T, K, 2I, 1]
+        gate, up = op.Split(hidden, [self.size] * 2, axis=2, _outputs=2)
+        inner = swiglu(op, gate, up, self.config.swiglu_limit)
+        down = self._chosen(op, self.down, self.down_scales, routing, self.size)
+        outputs = op.MatMul(down, inner)  # [T, K, D, 1]
+        weighted = op.Mul(outputs, op.Unsqueeze(routing.weights, [-1, -2]))
+        return op.ReduceSum(weighted, [1, 3], keepdims=0)
+
+    def _chosen(
+        self, op: OpBuilder, codes: ir.Value, scales: ir.Value, routing: Routing, size_in: int
+    ) -> ir.Value:
+        """[T, K, out, in] f32 of the chosen experts."""
+        experts = self.config.experts_per_token
+        rows = op.Cast(op.Gather(codes, routing.columns, axis=0), to=ir.DataType.FLOAT)
+        unpacked = op.Mul(rows, op.Gather(scales, routing.columns, axis=0))
+        out = codes.shape[1]
+        return op.Reshape(unpacked, [-1, experts, int(out), size_in])
+
+
+class BatchedExperts(GatheredExperts):
+    """Every expert on every token as batched float products; the weights drop the others."""
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """All experts."""
+        form = self.options.weights
+        hidden = op.MatMul(op.Unsqueeze(x, [0]), as_float(op, self.gate_up, form))
+        gate, up = op.Split(hidden, [self.size] * 2, axis=-1, _outputs=2)  # [E, T, I]
+        inner = swiglu(op, gate, up, self.config.swiglu_limit)
+        dense = op.Transpose(dense_weights(op, self.config, routing, values), perm=[1, 0])
+        scaled = op.Mul(inner, op.Unsqueeze(dense, [-1]))  # [E, T, 1]
+        outputs = op.MatMul(scaled, as_float(op, self.down, form))  # [E, T, D]
+        return op.ReduceSum(outputs, [0], keepdims=0)
+
+
+class SeparateExperts(ExpertLayer):
+    """Quantised experts as 2-D matrices, one pair each, all run: ONNX has no int4 Gather."""
+
+    def add_weights(self) -> None:
+        """One linear pair per expert."""
+        h, i, options = self.hidden, self.size, self.options
+        experts = range(self.config.num_experts)
+        self.gate_up = nn.ModuleList(
+            [linear(self.names.gate_up(e), h, 2 * i, options) for e in experts]
+        )
+        self.down = nn.ModuleList([linear([self.names.down(e)], i, h, options) for e in experts])
+
+    def forward(
+        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
+    ) -> ir.Value:
+        """All experts."""
+        dense = dense_weights(op, self.config, routing, values)
+        count = self.config.num_experts
+        columns = op.Split(dense, [1] * count, axis=1, _outputs=count)  # E of [T, 1]
+        columns = [columns] if count == 1 else columns
+        outputs = []
+        for gate_up, down, column in zip(self.gate_up, self.down, columns, strict=True):
+            gate, up = op.Split(gate_up(op, x), [self.size] * 2, axis=-1, _outputs=2)
+            inner = swiglu(op, gate, up, self.config.swiglu_limit)
+            outputs.append(op.Mul(down(op, inner), column))
+        return outputs[0] if count == 1 else op.Sum(*outputs)
+
+
+def _fused_attributes(config: DeepseekV4Config) -> dict[str, object]:
+    return {
+        "k": config.experts_per_token,
+        "activation_type": "swiglu",
+        "swiglu_fusion": 1,
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+        "swiglu_limit": config.swiglu_limit,
+        "normalize_routing_weights": 1,
+    }

@@ -1,0 +1,124 @@
+"""The whole text model: embedding, layers of (attention site, expert site), final head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from onnxscript import OpBuilder, nn
+
+from cachegraph.graphgen.deepseek_v4.attention import Attention, Caches
+from cachegraph.graphgen.deepseek_v4.experts import expert_layer, swiglu
+from cachegraph.graphgen.deepseek_v4.hyper import HyperConnection, HyperHead, merge
+from cachegraph.graphgen.deepseek_v4.router import Router
+from cachegraph.graphgen.deepseek_v4.step import StepValues, emit_step
+from cachegraph.graphgen.layers.linear import FLOAT_TYPES, as_float, linear
+from cachegraph.graphgen.layers.norm import RMSNorm
+from cachegraph.graphgen.options import ExportOptions, WeightType
+from cachegraph.graphgen.weights.parameter import tensor, vector
+from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token uses."""
+
+    def __init__(self, config: DeepseekV4Config, prefix: str, options: ExportOptions) -> None:
+        super().__init__()
+        self.size, self.limit = config.shared_expert_size, config.swiglu_limit
+        names = [f"{prefix}.w1.weight", f"{prefix}.w3.weight"]
+        self.gate_up = linear(names, config.hidden_size, 2 * self.size, options)
+        self.down = linear([f"{prefix}.w2.weight"], self.size, config.hidden_size, options)
+
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
+        """x [T, D] -> [T, D]."""
+        gate, up = op.Split(self.gate_up(op, x), [self.size] * 2, axis=-1, _outputs=2)
+        return self.down(op, swiglu(op, gate, up, self.limit))
+
+
+class FeedForward(nn.Module):
+    """Routed experts times the routed scaling factor, plus the shared expert."""
+
+    def __init__(
+        self, config: DeepseekV4Config, layer: int, prefix: str, options: ExportOptions
+    ) -> None:
+        super().__init__()
+        self.scale = config.routed_scaling_factor
+        self.gate = Router(config, f"{prefix}.gate", layer < config.num_hash_layers)
+        self.experts = expert_layer(config, f"{prefix}.experts", options)
+        self.shared_experts = SharedExpert(config, f"{prefix}.shared_experts", options)
+
+    def forward(self, op: OpBuilder, x: ir.Value, values: StepValues) -> ir.Value:
+        """x [T, D] -> [T, D]."""
+        routed = self.experts(op, x, self.gate(op, x, values), values)
+        return op.Add(op.Mul(routed, self.scale), self.shared_experts(op, x))
+
+
+class Layer(nn.Module):
+    """One block: attention and experts, each inside a hyper-connection site."""
+
+    def __init__(self, config: DeepseekV4Config, layer: int, options: ExportOptions) -> None:
+        super().__init__()
+        prefix, eps, hidden = f"layers.{layer}", config.rms_norm_eps, config.hidden_size
+        self.hc_attn = HyperConnection(config, f"{prefix}.hc_attn")
+        self.attn_norm = RMSNorm(vector(f"{prefix}.attn_norm.weight", hidden), eps)
+        self.attn = Attention(config, config.layer_kinds[layer], f"{prefix}.attn", options)
+        self.hc_ffn = HyperConnection(config, f"{prefix}.hc_ffn")
+        self.ffn_norm = RMSNorm(vector(f"{prefix}.ffn_norm.weight", hidden), eps)
+        self.ffn = FeedForward(config, layer, f"{prefix}.ffn", options)
+
+    def forward(
+        self,
+        op: OpBuilder,
+        streams: ir.Value,
+        values: StepValues,
+        caches: Mapping[CacheKind, ir.Value],
+    ) -> tuple[ir.Value, Caches]:
+        """streams [T, M, D] -> streams and the updated caches by kind."""
+        x, mix = self.hc_attn(op, streams)
+        output, written = self.attn(op, self.attn_norm(op, x), values, caches)
+        streams = merge(op, streams, output, mix)
+        x, mix = self.hc_ffn(op, streams)
+        output = self.ffn(op, self.ffn_norm(op, x), values)
+        return merge(op, streams, output, mix), written
+
+
+class DeepseekV4(nn.Module):
+    """Tokens and plans in, logits of the requested rows and updated caches out."""
+
+    def __init__(self, config: DeepseekV4Config, options: ExportOptions) -> None:
+        super().__init__()
+        self.config = config
+        # Gathered rows are cast, never the table: a halved table stays halved in memory.
+        self.embed_form = WeightType.F32 if options.weights.bits else options.weights
+        self.embed = tensor(
+            lambda read: read("embed.weight"),
+            [config.vocab_size, config.hidden_size],
+            FLOAT_TYPES[self.embed_form],
+        )
+        layers = range(config.num_layers)
+        self.layers = nn.ModuleList([Layer(config, layer, options) for layer in layers])
+        self.hc_head = HyperHead(config)
+        self.norm = RMSNorm(vector("norm.weight", config.hidden_size), config.rms_norm_eps)
+        self.head = linear(
+            ["head.weight"], config.hidden_size, config.vocab_size, options, rows="O"
+        )
+
+    def forward(
+        self, op: OpBuilder, contract: Contract, inputs: Mapping[str, ir.Value]
+    ) -> dict[str, ir.Value]:
+        """Graph inputs by contract name -> graph outputs by contract name."""
+        values = emit_step(op, self.config, inputs)
+        rows = op.Gather(self.embed, values.tokens, axis=0)  # [T, D]
+        rows = as_float(op, rows, self.embed_form)
+        streams = op.Expand(op.Unsqueeze(rows, [1]), [1, self.config.hc_mult, 1])
+        outputs: dict[str, ir.Value] = {}
+        for number, layer in enumerate(self.layers):
+            specs = {c.kind: c for c in contract.caches if c.layer == number}
+            caches = {kind: inputs[spec.name] for kind, spec in specs.items()}
+            streams, written = layer(op, streams, values, caches)
+            outputs |= {specs[kind].out_name: value for kind, value in written.items()}
+        wanted = op.Gather(streams, inputs["out_rows"], axis=0)  # [O, M, D]
+        hidden = self.norm(op, self.hc_head(op, wanted))
+        outputs["logits"] = self.head(op, hidden)
+        return outputs

@@ -1,0 +1,98 @@
+"""What a user chooses at export. Frozen and checked when made; written into the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+from cachegraph.models.capacity import Capacity
+from cachegraph.models.errors import ConfigError
+
+
+class Dialect(StrEnum):
+    """Which operators the graphs may use."""
+
+    PORTABLE = "portable"  # ai.onnx only
+    ORT = "ort"  # com.microsoft too, where it is faster
+
+
+class WeightType(StrEnum):
+    """How big matrices are stored."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of a quantised weight; None for the float forms."""
+        return {WeightType.INT8: 8, WeightType.INT4: 4}.get(self)
+
+
+class Select(StrEnum):
+    """How attention reads the rows that the indexer chose."""
+
+    GATHER = "gather"  # the chosen rows of each token
+    MASK = "mask"  # all exposed rows, the others masked
+
+
+class Experts(StrEnum):
+    """Which experts an expert layer computes."""
+
+    CHOSEN = "chosen"
+    ALL = "all"
+
+
+class RowRead(StrEnum):
+    """Lowering of whole-row reads of a cache."""
+
+    ROWS = "rows"  # Gather on axis 0
+    ELEMENTS = "elements"  # GatherElements, index as wide as the row
+    ND = "nd"  # GatherND
+
+
+class RowWrite(StrEnum):
+    """Lowering of whole-row writes to a cache."""
+
+    ND = "nd"  # ScatterND
+    ELEMENTS = "elements"  # ScatterElements, index as wide as the row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """Options of one bundle. `static` lists the buckets whose static graphs are written.
+
+    quant_block: values per scale of a quantised matrix, along its input axis.
+    """
+
+    dialect: Dialect = Dialect.PORTABLE
+    weights: WeightType = WeightType.F32
+    select: Select = Select.GATHER
+    experts: Experts = Experts.CHOSEN
+    gather: RowRead = RowRead.ROWS
+    scatter: RowWrite = RowWrite.ND
+    capacity: Capacity = field(default_factory=Capacity)
+    opset: int = 21
+    quant_block: int = 32
+
+    def __post_init__(self) -> None:
+        if self.opset < 21 and self.weights.bits is not None:
+            raise ConfigError(
+                f"opset {self.opset} has no blocked DequantizeLinear; "
+                f"{self.weights.value} weights need opset 21 or newer"
+            )
+        if (
+            self.dialect is Dialect.ORT
+            and self.weights.bits is not None
+            and self.experts is Experts.ALL
+        ):
+            raise ConfigError(
+                "quantised experts of the ort dialect are one QMoE node, which computes the "
+                "chosen experts only; use experts=chosen, or the portable dialect"
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain JSON types, for the manifest."""
+        return asdict(self)

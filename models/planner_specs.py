@@ -1,0 +1,119 @@
+"""What the planners of a bundle must know, and the dimensions of a call that follow from it.
+
+A manifest carries these specs; a runtime plans and sizes every call from them alone, without knowing
+the family. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from cachegraph.models.buckets import Bucket
+from cachegraph.models.contract import CacheKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawSpec:
+    """Sliding-window rows: a token at position p sees positions p - window + 1 .. p."""
+
+    window: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressorSpec:
+    """One compressor plan, which may serve the caches of several kinds alike.
+
+    kind: the compressed rows, which name the plan. serves: every compressed kind written by this
+    plan, with its state ring. ratio: tokens per row. overlap: a window reaches back one block.
+    """
+
+    kind: CacheKind
+    serves: tuple[tuple[CacheKind, CacheKind], ...]
+    ratio: int
+    overlap: bool
+
+    @property
+    def suffix(self) -> str:
+        """Letter of the kind in dimension names: C for csa, H for hca."""
+        return self.kind.value[0].upper()
+
+    @property
+    def window(self) -> int:
+        """Rows of a closing window: 2R with overlap, else R."""
+        return self.ratio * (2 if self.overlap else 1)
+
+    @property
+    def ring_rows(self) -> int:
+        """Rows of the state ring."""
+        return self.window
+
+    def carried(self, streams: int) -> int:
+        """State rows that closing windows of so many streams may need, sentinels included.
+
+        Every window reaches back less than its length before the step's first token; each sentinel
+        takes one row.
+        """
+        return streams * self.window + (2 if self.overlap else 1)
+
+    def blocks(self, step: int) -> int:
+        """Most blocks that `step` consecutive tokens can close."""
+        return ceil(step / self.ratio)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerSpecs:
+    """The planners of a bundle. context_unit: tokens per row of the context rung N."""
+
+    raw: RawSpec
+    compressors: tuple[CompressorSpec, ...]
+    context_unit: int
+
+    def exposed(self, spec: CompressorSpec, context: int) -> int:
+        """Rows of a compressor exposed when the context rung is `context`."""
+        return ceil(context * self.context_unit / spec.ratio)
+
+    def context_rows(self, spec: CompressorSpec, visible: int) -> int:
+        """The smallest context rung that exposes `visible` rows of a compressor."""
+        return ceil(visible * spec.ratio / self.context_unit)
+
+
+def dims(specs: PlannerSpecs, bucket: Bucket) -> dict[str, int]:
+    """Every dimension of one call by name; `formulas` says the same in words."""
+    s, p = bucket.streams, bucket.step
+    sizes = {"S": s, "P": p, "T": s * p, "O": bucket.out_rows, "W": specs.raw.window + p}
+    for spec in specs.compressors:
+        closes = spec.kind in bucket.closes
+        sizes["N" + spec.suffix] = specs.exposed(spec, bucket.context)
+        sizes["B" + spec.suffix] = s * spec.blocks(p) if closes else 0
+        sizes["A" + spec.suffix] = spec.carried(s) if closes else 0
+        sizes["K" + spec.suffix] = s * min(p, spec.ring_rows)
+    return sizes
+
+
+def formulas(specs: PlannerSpecs) -> dict[str, str]:
+    """What each dimension is, for people and for hosts in other languages."""
+    words = {
+        "S": "streams",
+        "P": "tokens per stream",
+        "T": "S*P tokens, stream-major",
+        "O": "rows whose logits are computed: S, or T",
+        "W": f"raw rows read per stream: {specs.raw.window} + P",
+    }
+    for c in specs.compressors:
+        unit, ratio, name = specs.context_unit, c.ratio, c.kind.value
+        words["N" + c.suffix] = f"{name} rows exposed per stream: ceil(N*{unit}/{ratio})"
+        words["B" + c.suffix] = f"{name} blocks that may close: S*ceil(P/{ratio}), or 0"
+        words["A" + c.suffix] = f"{name} state rows carried: {_carried_words(c)}, or 0"
+        words["K" + c.suffix] = f"{name} state rows persisted: S*min(P, {c.ring_rows})"
+    return words
+
+
+def _carried_words(spec: CompressorSpec) -> str:
+    return f"S*{spec.window} + {2 if spec.overlap else 1}"
+
+
+def spec_of(specs: Sequence[CompressorSpec], kind: CacheKind) -> CompressorSpec:
+    """The compressor whose plan serves a compressed kind."""
+    return next(s for s in specs if any(kind is served for served, _ in s.serves))
