@@ -1,1 +1,1 @@
-"""Weights: read from checkpoints, turned into the bundle's forms, written as one file."""
+"""Reading published weights: safetensors files, storage forms, names; one tensor at a time."""

@@ -112,12 +112,30 @@ PUBLISHED_KEYS = {
 }
 
 _FROM_ONE = (
-    "vocab_size hidden_size num_heads head_dim rope_head_dim q_lora_rank o_groups o_lora_rank "
-    "sliding_window csa_ratio hca_ratio index_heads index_head_dim index_topk num_experts "
-    "experts_per_token expert_size shared_expert_size hc_mult hc_sinkhorn_iters max_position"
-).split()
-_FROM_ZERO = "num_hash_layers num_nextn_layers hc_eps".split()
-_ABOVE_ZERO = "routed_scaling_factor swiglu_limit rms_norm_eps".split()
+    "vocab_size",
+    "hidden_size",
+    "num_heads",
+    "head_dim",
+    "rope_head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "csa_ratio",
+    "hca_ratio",
+    "index_heads",
+    "index_head_dim",
+    "index_topk",
+    "num_experts",
+    "experts_per_token",
+    "expert_size",
+    "shared_expert_size",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "max_position",
+)
+_FROM_ZERO = ("num_hash_layers", "num_nextn_layers", "hc_eps")
+_ABOVE_ZERO = ("routed_scaling_factor", "swiglu_limit", "rms_norm_eps")
 
 Rule = tuple[tuple[str, ...], Callable[..., bool], str]
 _RULES: tuple[Rule, ...] = (

@@ -12,6 +12,10 @@ DSPARK = (
     "DSpark drafters (three draft stages under mtp.*) are not supported; use a release with the "
     "single MTP block, or one without a drafter"
 )
+V41 = (
+    "DeepSeek-V4.1 shares compressed caches between layers and has n-gram tables, which is another "
+    "architecture than DeepSeek-V4"
+)
 VISION = "vision towers are not supported; use the text-only release"
 
 
@@ -19,10 +23,7 @@ def refusals(raw: Mapping[str, object]) -> list[str]:
     """Sentences that name the architecture; empty for a DeepSeek-V4 text model."""
     model_type = raw.get("model_type")
     if model_type == "deepseek_v41":
-        return [
-            "model_type is 'deepseek_v41': DeepSeek-V4.1 shares compressed caches between layers "
-            "and has n-gram tables, which is another architecture than DeepSeek-V4"
-        ]
+        return [f"model_type is 'deepseek_v41': {V41}"]
     if model_type != "deepseek_v4":
         return [f"model_type is {model_type!r}; this parser reads 'deepseek_v4' only"]
     found = []
