@@ -1,1 +1,1 @@
-"""Reading published weights: safetensors files, storage forms, names; one tensor at a time."""
+"""Weights: published files in (`reader`), one tensor at a time; recipes and one bundle file out."""

@@ -17,7 +17,7 @@ from cachegraph.models.errors import CheckpointError
 BLOCK = 128  # FP8: one scale per BLOCK x BLOCK block
 GROUP = 32  # FP4: one scale per GROUP columns of a row
 
-_FLOATS = {
+_FLOATS: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -50,7 +50,8 @@ def fp4_shapes(rows: int, columns: int) -> tuple[tuple[int, int], tuple[int, int
 
 def decode_floats(data: np.ndarray, dtype: str) -> np.ndarray:
     """uint8 [bytes] of F32, F16 or BF16 -> float32 [items]."""
-    return data.view(_FLOATS[dtype]).astype(np.float32, copy=False)
+    values: np.ndarray = data.view(_FLOATS[dtype]).astype(np.float32, copy=False)
+    return values
 
 
 def decode_scales(name: str, data: np.ndarray, dtype: str) -> np.ndarray:
@@ -58,7 +59,7 @@ def decode_scales(name: str, data: np.ndarray, dtype: str) -> np.ndarray:
 
     An E8M0 byte b is 2^(b-127), and 255 is NaN.
     """
-    scales = data.view(_FLOATS[dtype]).astype(np.float32)
+    scales: np.ndarray = data.view(_FLOATS[dtype]).astype(np.float32)
     if not np.isfinite(scales).all():
         count = int((~np.isfinite(scales)).sum())
         raise CheckpointError(

@@ -22,7 +22,7 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.tensors import TensorSpec
 from cachegraph.models.errors import CheckpointError
 
-_INTEGERS = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+_INTEGERS: dict[str, np.dtype] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 
 
 class Checkpoint:
@@ -68,7 +68,7 @@ class Checkpoint:
         return self._sources[name]
 
     def _table(self, source: Source, data: np.ndarray) -> np.ndarray:
-        table = data.view(_INTEGERS[source.entry.dtype]).astype(np.int64)
+        table: np.ndarray = data.view(_INTEGERS[source.entry.dtype]).astype(np.int64)
         experts = self.config.num_experts
         if table.size and not 0 <= table.min() <= table.max() < experts:
             raise CheckpointError(

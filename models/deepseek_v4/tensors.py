@@ -150,8 +150,8 @@ def _swiglu(prefix: str, kind: TensorKind, size: int, hidden: int) -> Iterator[T
     yield _spec(f"{prefix}w3.weight", kind, size, hidden)
 
 
-# Other spellings of the part behind `model.` or `layers.N.`. The left ones are those of transformers
-# in memory, except `attn.norm`, which its save_pretrained (5.24) writes for the published `kv_norm`.
+# Other spellings of the part behind `model.` or `layers.N.`: those of transformers in memory, and
+# `attn.norm`, which its save_pretrained (5.24) writes for the published `attn.kv_norm`.
 _TOP_ALIASES = {
     "embed_tokens.weight": "embed.weight",
     "lm_head.weight": "head.weight",
@@ -245,10 +245,9 @@ def fused_parts(config: DeepseekV4Config, name: str) -> tuple[FusedPart, ...]:
     if match is None:
         return ()
     size = config.expert_size
+    layout = [("w2", 0, config.hidden_size)]
     if match[2] == "gate_up":
-        layout = (("w1", 0, size), ("w3", size, size))
-    else:
-        layout = (("w2", 0, config.hidden_size),)
+        layout = [("w1", 0, size), ("w3", size, size)]
     return tuple(
         FusedPart(
             name=f"{match[1]}.{expert}.{which}.weight",
