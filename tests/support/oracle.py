@@ -1,0 +1,187 @@
+"""The independent framework that answers are compared with: transformers' DeepSeek-V4.
+
+Owns loading (one model per folder, one torch thread) and two precisions: float32 as people run
+it, and float64 throughout, for comparing equations rather than rounding. Knows nothing of
+cachegraph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import load_file
+from transformers import DeepseekV4ForCausalLM, modeling_rope_utils
+from transformers.models.deepseek_v4 import modeling_deepseek_v4
+
+# Two best logits nearer than this may swap between frameworks.
+CLOSE_CALL = 1e-3
+
+# Spellings that transformers 5.24 writes and the published checkpoints do not have.
+_RESPELLED = (
+    ("embed_tokens.weight", "embed.weight"),
+    ("hc_head.hc_", "hc_head_"),
+    (".attn.norm.weight", ".attn.kv_norm.weight"),
+)
+
+
+def oracle_logits(folder: str | Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Logits [T, vocab] of a whole text, float32, without a cache."""
+    return _logits(_model(str(folder)), tokens).float().numpy()
+
+
+def oracle_logits64(folder: str | Path, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
+    """The same with every weight, frequency and step in float64."""
+    model = _model64(str(folder))
+    with _double_precision():
+        return _logits(model, tokens).numpy()
+
+
+def oracle_caches64(
+    folder: str | Path, tokens: Sequence[int]
+) -> list[dict[str, npt.NDArray[np.float64]]]:
+    """What the framework's caches hold after a whole text, float64, for each layer.
+
+    raw: the last rows it keeps. compressor, indexer: finished rows. compressor_kv,
+    compressor_gate and the same of the indexer: the tokens of the unfinished block, without
+    position bias.
+    """
+    model = _model64(str(folder))
+    with _double_precision(), torch.inference_mode():
+        layers = model(torch.tensor([list(tokens)]), use_cache=True).cache.layers
+    held = []
+    for layer in layers:
+        rows = {"raw": layer.keys[0, 0]}
+        for name, compressed in getattr(layer, "compressed_kv", {}).items():
+            rows[name] = compressed[0]
+            rows[f"{name}_kv"] = layer.buffer_kv[name][0]
+            rows[f"{name}_gate"] = layer.buffer_gate[name][0]
+        held.append({name: tensor.numpy() for name, tensor in rows.items()})
+    return held
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GreedyText:
+    """Greedy tokens up to the first close call, and the narrowest lead among them.
+
+    `is_whole`: all tokens asked for are there; otherwise the next step was a close call.
+    """
+
+    tokens: tuple[int, ...]
+    narrowest_lead: float
+    is_whole: bool
+
+
+def oracle_greedy(folder: str | Path, prompt_ids: Sequence[int], n: int) -> GreedyText:
+    """n greedy tokens after a prompt, end-of-text tokens taken as any other.
+
+    Drafted with the framework's cache, then proved by one run over the whole text without it:
+    each token must be the best of its row. Ends early where that run's lead is below
+    CLOSE_CALL.
+    """
+    model = _model(str(folder))
+    text = [*prompt_ids, *_draft(model, prompt_ids, n)]
+    rows = _logits(model, text)[len(prompt_ids) - 1 : -1]  # row i predicts new token i
+    best = rows.topk(2, dim=-1)
+    leads = (best.values[:, 0] - best.values[:, 1]).numpy()
+    close = np.flatnonzero(leads < CLOSE_CALL)
+    length = int(close[0]) if len(close) else n
+    drafted = text[len(prompt_ids) :][:length]
+    assert best.indices[:length, 0].tolist() == drafted, (
+        "the framework's cache changed its answer"
+    )
+    lead = float(leads[:length].min(initial=np.inf))
+    return GreedyText(tokens=tuple(drafted), narrowest_lead=lead, is_whole=length == n)
+
+
+def published_weights(folder: str | Path) -> dict[str, npt.NDArray[Any]]:
+    """Every tensor of an unquantised checkpoint by published name: float64, integers int64."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        for name, array in load_file(path).items():
+            kind = np.int64 if array.dtype.kind == "i" else np.float64
+            arrays[_published(name)] = array.astype(kind)
+    return arrays
+
+
+def _published(name: str) -> str:
+    name = name.removeprefix("model.")
+    for written, published in _RESPELLED:
+        name = name.replace(written, published)
+    return name
+
+
+@lru_cache(maxsize=8)
+def _model(folder: str) -> DeepseekV4ForCausalLM:
+    torch.set_num_threads(1)
+    return DeepseekV4ForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
+
+
+@lru_cache(maxsize=8)
+def _model64(folder: str) -> DeepseekV4ForCausalLM:
+    with _double_precision():
+        model = _model.__wrapped__(folder).double()
+        for part in model.modules():
+            if isinstance(part, modeling_deepseek_v4.DeepseekV4RotaryEmbedding):
+                _recompute_frequencies(part)
+    return model
+
+
+def _recompute_frequencies(rotary: Any) -> None:
+    """The loader computed them in float32; call within _double_precision."""
+    for label in rotary.layer_types:
+        compute = rotary.compute_default_rope_parameters
+        if rotary.rope_type[label] != "default":
+            compute = modeling_rope_utils.ROPE_INIT_FUNCTIONS[rotary.rope_type[label]]
+        frequencies, _ = compute(rotary.config, layer_type=label)
+        getattr(rotary, f"{label}_inv_freq").copy_(frequencies)
+
+
+class _DoubleTorch:
+    """Stands in for the name `torch` in a module: float32 means float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def _double_precision() -> Iterator[None]:
+    """The model's code asks for float32 in norms, softmax and RoPE; here it gets float64."""
+    with (
+        mock.patch.object(modeling_deepseek_v4, "torch", _DoubleTorch()),
+        mock.patch.object(modeling_rope_utils, "torch", _DoubleTorch()),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield
+
+
+@torch.inference_mode()
+def _logits(model: DeepseekV4ForCausalLM, tokens: Sequence[int]) -> torch.Tensor:
+    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def _draft(model: DeepseekV4ForCausalLM, prompt_ids: Sequence[int], n: int) -> list[int]:
+    drafted: list[int] = []
+    feed, cache = list(prompt_ids), None
+    for _ in range(n):
+        out = model(torch.tensor([feed]), cache=cache, use_cache=True)
+        cache = out.cache
+        feed = [int(out.logits[0, -1].argmax())]
+        drafted += feed
+    return drafted
