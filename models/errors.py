@@ -5,6 +5,7 @@ CachegraphError
 ├── CheckpointError     weights are missing, unexpected, mis-shaped or damaged (also ValueError)
 ├── ContractError       a manifest, a graph and a session disagree (also ValueError)
 ├── BatchError          a batch breaks the rules of its family (also ValueError)
+├── LogitsError         a row of logits offers no token: NaN, +inf or all masked
 ├── PlanError           a plan names rows it may not name
 ├── CapacityError       there is no room; nothing has changed
 ├── GraphBuildError     the builder cannot emit what was asked for
@@ -34,6 +35,10 @@ class ContractError(CachegraphError, ValueError):
 
 class BatchError(CachegraphError, ValueError):
     """A batch is refused before planning; memory is as it was."""
+
+
+class LogitsError(CachegraphError):
+    """A row of logits has NaN, +inf or only -inf; no token was chosen."""
 
 
 class PlanError(CachegraphError):
