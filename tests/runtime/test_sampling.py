@@ -351,8 +351,8 @@ def test_filters_that_remove_nothing_change_nothing() -> None:
     neutral = SamplingOptions(temperature=1.0, seed=42, top_k=1000, min_p=1e-6, top_p=1.0)
     near = SamplingOptions(temperature=1.0, seed=42, top_p=math.nextafter(1.0, 0.0))
     fewer = SamplingOptions(temperature=1.0, seed=42, top_k=999)
-    row = np.linspace(2, -2, 1000, dtype=np.float32)
-    row[-1] = -200.0
+    row = np.linspace(-2, 2, 1000, dtype=np.float32)
+    row[0] = -200.0
     wanted = draws(WARM, row, 50)
     for options in (neutral, near, fewer):
         assert draws(options, row, 50) == wanted
