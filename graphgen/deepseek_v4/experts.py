@@ -234,8 +234,8 @@ class GatheredInt8Experts(ExpertLayer):
                 gate_up = joined(self.names.gate_up(e))(read)
                 for key, matrix in (("gate_up", gate_up), ("down", read(self.names.down(e)))):
                     codes, scales = quantise(matrix, 8, block)
-                    yield Piece(key, e, codes[None])
-                    yield Piece(f"{key}_scales", e, scales[None])
+                    yield Piece(key, e, codes.reshape(1, *scales.shape, block))
+                    yield Piece(f"{key}_scales", e, scales[None, ..., None])
 
         recipe = Recipe(make)
         for key, out, size_in in (
