@@ -70,7 +70,7 @@ def decode_scales(name: str, data: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def dequantize_fp8(data: np.ndarray, scales: np.ndarray, columns: int) -> np.ndarray:
-    """uint8 [rows*columns] of e4m3 and float32 scales [row blocks, column blocks] -> [rows, columns].
+    """uint8 [rows*columns] of e4m3, float32 scales [row blocks, column blocks] -> [rows, columns].
 
     Element (i, j) is e4m3(data[i, j]) * scales[i // 128, j // 128].
     """

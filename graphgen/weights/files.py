@@ -1,8 +1,8 @@
 """Safetensors files: headers checked in full, bytes read range by range.
 
-The header is parsed here because the safetensors library gives numpy no bfloat16 and no 8-bit floats.
-Plain reads are used, not a memory map, so that resident memory stays at what was asked for. Knows
-nothing of models.
+The header is parsed here because the safetensors library gives numpy no bfloat16 and no 8-bit
+floats. Plain reads are used, not a memory map, so that resident memory stays at what was asked for.
+Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """config.json of a DeepSeek-V4 checkpoint -> DeepseekV4Config.
 
-Reads two spellings: the published one (`compress_ratios`, `num_hash_layers`, `rope_scaling`) and the
-one that transformers 5.24 writes (`layer_types`, `mlp_layer_types`, `compress_rates`,
+Reads two spellings: the published one (`compress_ratios`, `num_hash_layers`, `rope_scaling`) and
+the one that transformers 5.24 writes (`layer_types`, `mlp_layer_types`, `compress_rates`,
 `rope_parameters`). Where both are given they must agree. Knows nothing of tensors.
 """
 

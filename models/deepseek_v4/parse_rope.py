@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from cachegraph.models.deepseek_v4.config import Rope
 from cachegraph.models.fields import Fields
 
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config leaves them out
 _THETAS = {"main": "rope_theta", "compress": "compress_rope_theta"}
 
 
@@ -19,16 +20,16 @@ def read_ropes(
     top: Fields, head_dim: int | None
 ) -> tuple[int | None, Rope | None, Rope | None]:
     """Rope dims, main rope and compress rope; None and a noted fault for what is unusable."""
-    factors: dict[str, float] = {}
+    factors: dict[str, float | None] = {}
     if top.has("partial_rotary_factor"):
-        factors["partial_rotary_factor"] = top.number("partial_rotary_factor") or 0.0
+        factors["partial_rotary_factor"] = top.number("partial_rotary_factor")
     thetas = {name: top.number(key) for name, key in _THETAS.items() if top.has(key)}
     nested = _nested(top)
     ropes: dict[str, Rope | None] = {}
     for name, key in _THETAS.items():
         part = nested.get(name)
         if part is not None and part.has("partial_rotary_factor"):
-            factors[f"rope_parameters.{name}"] = part.number("partial_rotary_factor") or 0.0
+            factors[f"rope_parameters.{name}"] = part.number("partial_rotary_factor")
         theta = _theta(top, part, key, thetas.get(name))
         ropes[name] = _rope(part, theta) if part is not None else _plain(theta)
     if not nested:
@@ -101,33 +102,27 @@ def _yarn(part: Fields, theta: float | None, *, is_flat: bool) -> Rope | None:
     part.expect("truncate", True, why="the ramp runs between whole dims")
     factor = part.number("factor")
     original = part.integer("original_max_position_embeddings")
-    betas = [
-        part.number(key) if part.has(key) else default
-        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
-    ]
+    fast = part.number("beta_fast") if part.has("beta_fast") else _BETA_FAST
+    slow = part.number("beta_slow") if part.has("beta_slow") else _BETA_SLOW
     part.ignore(("beta_fast", "beta_slow"))
-    if theta is None or factor is None or original is None or None in betas:
+    if theta is None or factor is None or original is None or fast is None or slow is None:
         return None
     return Rope(
-        theta=theta,
-        factor=factor,
-        original_context=original,
-        beta_fast=betas[0] or 0.0,
-        beta_slow=betas[1] or 0.0,
+        theta=theta, factor=factor, original_context=original, beta_fast=fast, beta_slow=slow
     )
 
 
 def _rope_head_dim(
-    top: Fields, head_dim: int | None, factors: Mapping[str, float]
+    top: Fields, head_dim: int | None, factors: Mapping[str, float | None]
 ) -> int | None:
     """`qk_rope_head_dim`, or int(head_dim * factor) as transformers computes it."""
-    if top.has("qk_rope_head_dim") or not factors:
-        given = top.integer("qk_rope_head_dim")
-    else:
-        given = None
+    is_asked = top.has("qk_rope_head_dim") or not factors
+    given = top.integer("qk_rope_head_dim") if is_asked else None
     if head_dim is None:
         return given
     for where, factor in factors.items():
+        if factor is None:
+            continue
         dims = int(head_dim * factor)
         if given is not None and dims != given:
             top.note(f"{where} {factor} of head_dim {head_dim} gives {dims} dims, not {given}")

@@ -1,7 +1,7 @@
 """The published configs of DeepSeek-V4, in published form, by preset name.
 
-Values of V4-Flash are those of its config.json. Those of V4-Pro marked "secondary" were gathered from
-public write-ups and configs of other engines, not from the file itself.
+Values of V4-Flash are those of its config.json. Those of V4-Pro marked "secondary" were gathered
+from public write-ups and configs of other engines, not from the file itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which configs are another architecture, and the sentence that says so.
 
-These look like DeepSeek-V4 and share some of its keys, so that a parser would find many small faults
-where there is one big one.
+These look like DeepSeek-V4 and share some of its keys, so that a parser would find many small
+faults where there is one big one.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from cachegraph.models.deepseek_v4.config import Rope
 def inverse_frequencies(rope: Rope, dims: int) -> np.ndarray:
     """float32 [dims/2], computed in float64.
 
-    YaRN (Peng et al. 2023, "NTK-by-parts", equations 17 to 23 with a ramp over pair indices as in the
-    authors' code): pairs that turn more than `beta_fast` times over the original context keep their
-    frequency, pairs that turn less than `beta_slow` times have it divided by `factor`, and a linear
-    ramp lies between. The ramp's ends are rounded outwards to whole pair indices.
+    YaRN (Peng et al. 2023, "NTK-by-parts" interpolation): pairs that turn more than `beta_fast`
+    times over the original context keep their frequency, pairs that turn less than `beta_slow`
+    times have it divided by `factor`, and a ramp lies between. The ramp is linear over pair
+    indices, its ends rounded outwards to whole indices, as in the authors' code.
     """
     plain = rope.theta ** -(np.arange(0, dims, 2, dtype=np.float64) / dims)
     if rope.factor == 1.0:

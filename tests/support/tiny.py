@@ -1,7 +1,8 @@
 """Random tiny DeepSeek-V4 checkpoints in float32, written without torch.
 
-Owns their sizes (`CONFIGS`) and the scale of their numbers: logits of order 1, no constant parameter
-anywhere, enough index heads that exact score ties do not happen. Loads in transformers 5.24.
+Owns their sizes (`CONFIGS`) and the scale of their numbers: logits of order 1, no constant
+parameter anywhere, enough index heads that exact score ties do not happen. Loads in
+transformers 5.24.
 """
 
 from __future__ import annotations
