@@ -17,14 +17,12 @@ from cachegraph.graphgen.layers.rope import RopeTable, rope_table, rotation_matr
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.contract import (
-    CompressorFields,
-    RawFields,
     compressor_kinds,
     is_overlapping,
-    plan_name,
     ring_rows,
 )
 from cachegraph.models.deepseek_v4.rope import inverse_frequencies
+from cachegraph.models.plan_fields import CompressorFields, RawFields, plan_name
 
 MASKED = -1e30  # finite: a row masked for every key stays finite, and exp gives an exact 0
 

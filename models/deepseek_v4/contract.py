@@ -7,7 +7,6 @@ and fills them. Dimension names (S, P, T, NC ...) are those of models/planner_sp
 from __future__ import annotations
 
 from math import ceil
-from typing import Generic, NamedTuple, TypeVar
 
 from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, doubling
 from cachegraph.models.capacity import Capacity
@@ -25,10 +24,12 @@ from cachegraph.models.contract import (
     cache_rows,
 )
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
+from cachegraph.models.plan_fields import (
+    NO_PREVIOUS,
+    PADDED_BLOCK,
+    plan_name,
+)
 from cachegraph.models.planner_specs import CompressorSpec, PlannerSpecs, RawSpec, dims
-
-NO_PREVIOUS = "no_previous_window"  # kv 0, score -inf: softmax weight 0
-PADDED_BLOCK = "padded_block"  # kv 0, score 0: a padded block's softmax stays finite
 
 _STATE_OF = {
     CacheKind.CSA: CacheKind.CSA_STATE,
@@ -47,37 +48,6 @@ _LAYER_CACHES = {
     ),
     LayerKind.HCA: (CacheKind.RAW, CacheKind.HCA, CacheKind.HCA_STATE),
 }
-
-
-V = TypeVar("V")
-
-
-class RawFields(NamedTuple, Generic[V]):
-    """The plan inputs of the raw caches, in graph order."""
-
-    write_idxs: V
-    read_idxs: V
-    read_pos: V
-    read_counts: V
-
-
-class CompressorFields(NamedTuple, Generic[V]):
-    """The plan inputs of one compressor, in graph order."""
-
-    state_pos: V
-    state_old_idxs: V
-    state_read_idxs: V
-    state_persist_src_idxs: V
-    state_persist_dst_idxs: V
-    state_write_idxs: V
-    state_write_pos: V
-    n_visible: V
-    rows: V
-
-
-def plan_name(kind: CacheKind, field: str) -> str:
-    """Graph name of a plan input."""
-    return f"plan.{kind.value}.{field}"
 
 
 def state_kind(kind: CacheKind) -> CacheKind:

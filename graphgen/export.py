@@ -1,0 +1,240 @@
+"""Checkpoint in, bundle out: graphs, one weights file, tokenizer, manifest.
+
+The bundle is written beside its final place and renamed when it is complete, so that an export that
+fails or is interrupted leaves nothing behind that looks like a bundle.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from cachegraph.graphgen.deepseek_v4.source import model_source
+from cachegraph.graphgen.freeze import freeze
+from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
+from cachegraph.graphgen.options import ExportOptions
+from cachegraph.graphgen.source import ModelSource
+from cachegraph.graphgen.template import Template, build_template
+from cachegraph.graphgen.weights.parameter import Read
+from cachegraph.graphgen.weights.reader import open_checkpoint
+from cachegraph.graphgen.weights.writer import (
+    WeightsLayout,
+    attach,
+    plan_layout,
+    write_weights,
+)
+from cachegraph.models.buckets import Bucket
+from cachegraph.models.deepseek_v4.parse import load_config
+from cachegraph.models.deepseek_v4.presets import preset_config
+from cachegraph.models.errors import ConfigError
+from cachegraph.models.manifest import (
+    MANIFEST_NAME,
+    Exporter,
+    GraphFile,
+    Manifest,
+    WeightsFile,
+    cache_entries,
+    cache_layouts,
+    write_manifest,
+)
+from cachegraph.models.planner_specs import PlannerSpecs, dims, formulas
+from cachegraph.models.shipped import resolve
+from cachegraph.models.version import VERSION
+
+TEMPLATE_NAME = "template.onnx"
+WEIGHTS_NAME = "weights.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+MIN_ONNXRUNTIME = "1.31.0"  # the oldest version the kernels and tie rules were measured on
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    options: ExportOptions | None = None,
+    *,
+    static: Sequence[Bucket] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Export a checkpoint folder, or a shipped model by name (tiny:deepseek_v4), to a bundle.
+
+    Args:
+        static: buckets whose static graphs are written; by default decode and the longest prefill.
+        overwrite: replace a bundle that is already at `out`.
+        progress: called with stage, done and total; bytes in the stage "weights".
+
+    Raises ConfigError, CheckpointError or GraphBuildError; then `out` is as it was.
+    """
+    options = options or ExportOptions()
+    folder = resolve(str(checkpoint))
+    config = load_config(folder)
+
+    def open_read() -> Read:
+        return open_checkpoint(folder, config).read
+
+    source = model_source(config, options, open_read)
+    tokenizer = [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
+    return _export(source, Path(out), options, static, overwrite, progress, tokenizer, True)
+
+
+def export_preset(
+    preset: str,
+    out: str | Path,
+    options: ExportOptions | None = None,
+    *,
+    static: Sequence[Bucket] | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Export the graphs of a published model without its weights, to be inspected."""
+    options = options or ExportOptions()
+
+    def open_read() -> Read:
+        raise AssertionError("a preset has no weights to read")
+
+    source = model_source(preset_config(preset), options, open_read)
+    return _export(source, Path(out), options, static, overwrite, progress, [], False)
+
+
+def _export(
+    source: ModelSource,
+    out: Path,
+    options: ExportOptions,
+    static: Sequence[Bucket] | None,
+    overwrite: bool,
+    progress: Progress | None,
+    tokenizer: Sequence[Path],
+    with_weights: bool,
+) -> Path:
+    report = progress or (lambda stage, done, total: None)
+    _check_target(out, overwrite)
+    read = source.open_read() if with_weights else None
+    with _staging(out) as folder:
+        report("graph", 0, 1)
+        template = build_template(
+            source.emit, source.contract, name=source.family, opset=options.opset
+        )
+        layout = plan_layout(template.weights)
+        attach(template.weights, layout, WEIGHTS_NAME)
+        proto = ir.to_proto(template.model)
+        onnx.save(proto, folder / TEMPLATE_NAME)
+        report("graph", 1, 1)
+        buckets = source.default_static if static is None else tuple(static)
+        graphs = _write_static(proto, source, buckets, folder, report)
+        weights = _write_weights(folder, template, layout, read, report) if read else None
+        for file in tokenizer:
+            shutil.copyfile(file, folder / file.name)
+        names = [file.name for file in tokenizer]
+        write_manifest(folder, _manifest(source, options, graphs, weights, names))
+    return out
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MANIFEST_NAME).is_file():
+        raise ConfigError(f"{out} exists and is no bundle; choose another place")
+    if not overwrite:
+        raise ConfigError(f"{out} holds a bundle already; choose another place or --overwrite")
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its place when the block succeeds."""
+    folder = out.parent / f".{out.name}.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        if out.exists():
+            shutil.rmtree(out)
+        folder.rename(out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_static(
+    proto: onnx.ModelProto,
+    source: ModelSource,
+    buckets: Sequence[Bucket],
+    folder: Path,
+    report: Progress,
+) -> list[GraphFile]:
+    files = []
+    for done, bucket in enumerate(buckets):
+        report("static graphs", done, len(buckets))
+        files.append(write_static(proto, source.planners, bucket, folder))
+    report("static graphs", len(buckets), len(buckets))
+    return files
+
+
+def write_static(
+    proto: onnx.ModelProto, planners: PlannerSpecs, bucket: Bucket, folder: Path
+) -> GraphFile:
+    """Freeze a template for one bucket into `folder`."""
+    sizes = dims(planners, bucket)
+    name = f"{bucket.name}.onnx"
+    onnx.save(freeze(proto, sizes), folder / name)
+    return GraphFile(file=name, bucket=bucket, dims=sizes)
+
+
+def _write_weights(
+    folder: Path, template: Template, layout: WeightsLayout, read: Read, report: Progress
+) -> WeightsFile:
+    total, done = layout.num_bytes - len(layout.header), 0
+
+    def count(size: int) -> None:
+        nonlocal done
+        done += size
+        report("weights", done, total)
+
+    report("weights", 0, total)
+    path = folder / WEIGHTS_NAME
+    digest = write_weights(path, layout, template.recipes, read, count)
+    return WeightsFile(
+        file=WEIGHTS_NAME,
+        num_bytes=layout.num_bytes,
+        header_sha256=layout.header_sha256,
+        sha256=digest,
+    )
+
+
+def _manifest(
+    source: ModelSource,
+    options: ExportOptions,
+    graphs: Sequence[GraphFile],
+    weights: WeightsFile | None,
+    tokenizer: Sequence[str],
+) -> Manifest:
+    return Manifest(
+        exporter=Exporter(version=VERSION, options=options.to_json()),
+        family=source.family,
+        config=dict(source.config),
+        capacity=options.capacity,
+        opset=options.opset,
+        min_onnxruntime=MIN_ONNXRUNTIME,
+        accuracy_level=ACCURACY_LEVEL,
+        position_rule=source.position_rule,
+        planners=source.planners,
+        dimensions=formulas(source.planners),
+        ladder=source.ladder,
+        layouts=cache_layouts(source.contract),
+        sentinels=dict(source.sentinels),
+        caches=cache_entries(source.contract),
+        tensors=source.contract.rows,
+        template=TEMPLATE_NAME,
+        graphs=tuple(graphs),
+        weights=weights,
+        tokenizer=tuple(tokenizer),
+        bos_token_id=source.bos_token_id,
+        eos_token_ids=source.eos_token_ids,
+        vocab_size=source.vocab_size,
+    )

@@ -1,0 +1,36 @@
+"""What export needs to know of a model, whatever its family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cachegraph.graphgen.template import Emit
+from cachegraph.graphgen.weights.parameter import Read
+from cachegraph.models.buckets import Bucket, BucketLadder
+from cachegraph.models.contract import Contract
+from cachegraph.models.planner_specs import PlannerSpecs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """One model ready to be built.
+
+    emit: adds the model's nodes to a graph. open_read: opens the checkpoint and returns the function
+    that reads one tensor as f32 (or int64). default_static: buckets whose static graphs are written.
+    """
+
+    family: str
+    config: Mapping[str, object]
+    contract: Contract
+    planners: PlannerSpecs
+    ladder: BucketLadder
+    sentinels: Mapping[str, str]
+    position_rule: Literal["consecutive"]
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    default_static: tuple[Bucket, ...]
+    emit: Emit
+    open_read: Callable[[], Read]

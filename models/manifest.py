@@ -1,0 +1,172 @@
+"""manifest.json: everything a host must know to run a bundle, as a typed, versioned schema.
+
+A host in another language can be written from this file and the row rules it names. Reading checks
+every field; an unknown version or a missing field is one clear error. Knows nothing of ONNX.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cachegraph.models.buckets import Bucket, BucketLadder
+from cachegraph.models.capacity import Capacity
+from cachegraph.models.contract import (
+    CacheKind,
+    CacheSpec,
+    Contract,
+    DType,
+    RowLayout,
+    TensorRow,
+)
+from cachegraph.models.errors import ContractError
+from cachegraph.models.planner_specs import PlannerSpecs, dims
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class CacheEntry(_Part):
+    """One cache; `layout` names an entry of `Manifest.layouts`."""
+
+    name: str
+    layer: int
+    kind: CacheKind
+    dtype: DType
+    width: int
+
+
+class GraphFile(_Part):
+    """A static graph and the bucket it was frozen for."""
+
+    file: str
+    bucket: Bucket
+    dims: dict[str, int]
+
+
+class WeightsFile(_Part):
+    """The one weights file; `header_sha256` is checked at each open, `sha256` on request."""
+
+    file: str
+    num_bytes: int
+    header_sha256: str
+    sha256: str
+
+
+class Exporter(_Part):
+    """Who wrote the bundle, and how."""
+
+    version: str
+    options: dict[str, Any]
+
+
+class Manifest(_Part):
+    """The whole manifest. Dimension names in tensor shapes are explained by `dimensions`."""
+
+    format: Literal["cachegraph"] = "cachegraph"
+    format_version: Literal[1] = 1
+    exporter: Exporter
+    family: str
+    config: dict[str, Any]
+    capacity: Capacity
+    opset: int
+    min_onnxruntime: str
+    accuracy_level: int
+    position_rule: Literal["consecutive"]
+    planners: PlannerSpecs
+    dimensions: dict[str, str]
+    ladder: BucketLadder
+    layouts: dict[CacheKind, RowLayout]
+    sentinels: dict[str, str]
+    caches: tuple[CacheEntry, ...]
+    tensors: tuple[TensorRow, ...]
+    template: str
+    graphs: tuple[GraphFile, ...]
+    weights: WeightsFile | None
+    tokenizer: tuple[str, ...]
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+
+    @property
+    def contract(self) -> Contract:
+        """The contract rows and cache specs that the manifest describes."""
+        caches = tuple(
+            CacheSpec(
+                layer=c.layer,
+                kind=c.kind,
+                dtype=c.dtype,
+                width=c.width,
+                layout=self.layouts[c.kind],
+            )
+            for c in self.caches
+        )
+        return Contract(rows=self.tensors, caches=caches)
+
+    def dims(self, bucket: Bucket) -> dict[str, int]:
+        """Every dimension of one call by name."""
+        return dims(self.planners, bucket)
+
+
+def cache_entries(contract: Contract) -> tuple[CacheEntry, ...]:
+    """The manifest form of a contract's caches."""
+    return tuple(
+        CacheEntry(name=c.name, layer=c.layer, kind=c.kind, dtype=c.dtype, width=c.width)
+        for c in contract.caches
+    )
+
+
+def cache_layouts(contract: Contract) -> dict[CacheKind, RowLayout]:
+    """The row layout of every cache kind."""
+    return {c.kind: c.layout for c in contract.caches}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a bundle's manifest; ContractError says which field is wrong."""
+    path = folder / MANIFEST_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ContractError(
+            f"{folder} is no bundle: it has no {MANIFEST_NAME}; make one with `cachegraph export`"
+        ) from None
+    except NotADirectoryError:
+        raise ContractError(f"{folder} is a file; a bundle is a folder") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ContractError(f"{path} is not JSON ({error}); export the bundle again") from None
+    return parse_manifest(raw, str(path))
+
+
+def parse_manifest(raw: object, where: str) -> Manifest:
+    """Check a decoded manifest."""
+    if not isinstance(raw, Mapping) or raw.get("format") != "cachegraph":
+        raise ContractError(f"{where} is no cachegraph manifest; export the bundle again")
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ContractError(
+            f"{where} has format version {version!r}; this cachegraph reads {FORMAT_VERSION}; "
+            "export the bundle again or install the version that wrote it"
+        )
+    try:
+        return Manifest.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ContractError(
+            f"{where}: field {field!r}: {first['msg']} ({error.error_count()} faults in all); "
+            "export the bundle again"
+        ) from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write manifest.json; the last file of an export, so that a bundle without it is not one."""
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1)
+    (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,167 @@
+"""Buffers of a step and how they are bound: caches once, in place; plan buffers once per bucket.
+
+A `Binder` is a device: on CPU every OrtValue shares the memory of a numpy array; on CUDA caches stay
+on the device, each plan buffer is refreshed by one copy, and only logits come back. Whoever owns a
+buffer holds the array and the OrtValue together (`Buffer`), so that neither outlives the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegraph.models.contract import CacheSpec, Contract, Role
+from cachegraph.models.errors import CapacityError, UsageError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """Host memory and the OrtValue bound for it. On CPU they share memory."""
+
+    array: Array
+    value: Any
+
+
+class Binder(Protocol):
+    """A device that holds buffers."""
+
+    def cache(self, initial: Array) -> Buffer:
+        """A cache buffer on the device that holds `initial`."""
+
+    def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """A buffer that the host writes (plans) or reads (logits)."""
+
+    def push(self, buffer: Buffer) -> None:
+        """Make what the host wrote visible to the device."""
+
+    def pull(self, buffer: Buffer) -> Array:
+        """What the device wrote, as a host array that the next step may overwrite."""
+
+
+class CpuBinder:
+    """Buffers that numpy and ONNX Runtime share."""
+
+    def __init__(self, ort: Any) -> None:
+        self._ort = ort
+
+    def cache(self, initial: Array) -> Buffer:
+        """The array itself, shared."""
+        return self._share(initial)
+
+    def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """Zeroed shared memory."""
+        return self._share(np.zeros(shape, dtype))
+
+    def push(self, buffer: Buffer) -> None:
+        """Nothing to do: the memory is shared."""
+
+    def pull(self, buffer: Buffer) -> Array:
+        """The shared array."""
+        return buffer.array
+
+    def _share(self, array: Array) -> Buffer:
+        value = self._ort.OrtValue.ortvalue_from_numpy(array)
+        # A non-contiguous array would be copied without a word.
+        if array.size and value.data_ptr() != array.ctypes.data:
+            raise UsageError("ONNX Runtime copied a buffer instead of sharing it")
+        return Buffer(array=array, value=value)
+
+
+class CudaBinder:
+    """Buffers on one NVIDIA GPU, with host memory beside the small ones."""
+
+    def __init__(self, ort: Any, device_id: int = 0) -> None:
+        self._ort = ort
+        self._device_id = device_id
+
+    def cache(self, initial: Array) -> Buffer:
+        """A device buffer, filled once; the host array is not kept in step with it."""
+        buffer = self.host(initial.shape, initial.dtype)
+        buffer.value.update_inplace(initial)
+        return Buffer(array=initial[:0], value=buffer.value)
+
+    def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """A device buffer and a host array of the same shape."""
+        value = self._ort.OrtValue.ortvalue_from_shape_and_type(
+            list(shape), dtype.type, "cuda", self._device_id
+        )
+        return Buffer(array=np.zeros(shape, dtype), value=value)
+
+    def push(self, buffer: Buffer) -> None:
+        """One host-to-device copy."""
+        if buffer.array.size:
+            buffer.value.update_inplace(buffer.array)
+
+    def pull(self, buffer: Buffer) -> Array:
+        """One device-to-host copy."""
+        array: Array = buffer.value.numpy()
+        return array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundCall:
+    """One bucket, bound: host buffers by contract name and the result rows."""
+
+    binding: Any
+    inputs: Mapping[str, Buffer]
+    results: Mapping[str, Buffer]
+    dims: Mapping[str, int]
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """Host arrays of the inputs by contract name."""
+        return {name: buffer.array for name, buffer in self.inputs.items()}
+
+
+def allocate_caches(
+    binder: Binder, contract: Contract, initial: Mapping[str, Array]
+) -> dict[str, Buffer]:
+    """All caches by contract name; CapacityError names the one that could not be had."""
+    buffers: dict[str, Buffer] = {}
+    for spec in contract.caches:
+        try:
+            buffers[spec.name] = binder.cache(initial[spec.name])
+        except MemoryError as error:
+            raise no_memory(spec) from error
+    return buffers
+
+
+def no_memory(spec: CacheSpec) -> CapacityError:
+    """The error of a cache that does not fit."""
+    return CapacityError(
+        f"no memory for the {spec.kind.value} cache of layer {spec.layer}: {spec.num_bytes} "
+        "bytes; nothing was kept; export with less context or fewer sequences"
+    )
+
+
+def bind_call(
+    session: Any,
+    binder: Binder,
+    contract: Contract,
+    caches: Mapping[str, Buffer],
+    dims: Mapping[str, int],
+) -> BoundCall:
+    """Bind every contract row for one bucket: each cache as input and output of one buffer."""
+    binding = session.io_binding()
+    inputs: dict[str, Buffer] = {}
+    results: dict[str, Buffer] = {}
+    for spec in contract.caches:
+        binding.bind_ortvalue_input(spec.name, caches[spec.name].value)
+        binding.bind_ortvalue_output(spec.out_name, caches[spec.name].value)
+    for row in contract.rows:
+        if row.role is Role.CACHE:
+            continue
+        buffer = binder.host(row.resolve(dims), row.dtype.numpy)
+        if row.is_output:
+            results[row.name] = buffer
+            binding.bind_ortvalue_output(row.name, buffer.value)
+        else:
+            inputs[row.name] = buffer
+            binding.bind_ortvalue_input(row.name, buffer.value)
+    return BoundCall(binding=binding, inputs=inputs, results=results, dims=dims)

@@ -1,0 +1,152 @@
+"""The one door to onnxruntime: found, checked, and opened with the bundle's session options.
+
+Neither onnxruntime wheel is a dependency of the package, since both own the same folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from cachegraph.models.errors import ContractError, DependencyError, DeviceError
+from cachegraph.models.manifest import Manifest
+
+DeviceName = Literal["auto", "cpu", "cuda"]
+Optimization = Literal["disable", "basic", "extended", "layout", "all"]
+_WHEELS = ("onnxruntime", "onnxruntime-gpu")
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# Size arithmetic of the template runs on the host by design; nothing else may.
+_HOST_OPS = frozenset({"Shape", "Range", "ReduceProd", "Squeeze", "Concat"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """How a session is opened.
+
+    threads: intra-op threads, 0 for ONNX Runtime's own choice. spinning: whether idle threads burn
+    CPU to answer sooner. optimization: graph optimisation level.
+    """
+
+    threads: int = 0
+    spinning: bool = True
+    optimization: Optimization = "all"
+
+
+def load_onnxruntime() -> Any:
+    """The onnxruntime module; DependencyError says in one line what to install."""
+    found = [name for name in _WHEELS if _is_installed(name)]
+    if len(found) == 2:
+        raise DependencyError(
+            "both onnxruntime and onnxruntime-gpu are installed and overwrite each other; "
+            "`pip uninstall onnxruntime onnxruntime-gpu`, then install one of them"
+        )
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise DependencyError(
+            "running a bundle needs ONNX Runtime: `pip install cachegraph[cpu]`, or "
+            f"`cachegraph[cuda]` on a machine with an NVIDIA GPU ({error})"
+        ) from error
+    return onnxruntime
+
+
+def pick_device(ort: Any, wanted: DeviceName) -> Literal["cpu", "cuda"]:
+    """The device to run on. DeviceError where CUDA is asked for and not there."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise DeviceError(f"no device {wanted!r}; there are auto, cpu and cuda")
+    if wanted == "cpu":
+        return "cpu"
+    # The list of available providers names CUDA on machines without a GPU; the devices do not.
+    has_cuda = any(d.ep_name == _PROVIDERS["cuda"] for d in ort.get_ep_devices())
+    if has_cuda:
+        return "cuda"
+    if wanted == "cuda":
+        raise DeviceError(
+            "device cuda: ONNX Runtime sees no NVIDIA GPU here; install cachegraph[cuda] and a "
+            "driver, or use device cpu"
+        )
+    return "cpu"
+
+
+def open_session(
+    ort: Any,
+    folder: Path,
+    manifest: Manifest,
+    device: Literal["cpu", "cuda"],
+    options: SessionOptions,
+) -> Any:
+    """Open the bundle's template on a device, and check where its nodes were placed."""
+    _check_version(ort, manifest)
+    settings = _settings(ort, manifest, options)
+    provider = _PROVIDERS[device]
+    session = ort.InferenceSession(
+        str(folder / manifest.template), sess_options=settings, providers=[provider]
+    )
+    if session.get_providers()[0] != provider:
+        raise DeviceError(
+            f"device {device}: the session runs on {session.get_providers()[0]}, not {provider}; "
+            "check that the GPU libraries of ONNX Runtime are installed"
+        )
+    check_placement(session, provider)
+    return session
+
+
+def check_placement(session: Any, provider: str) -> None:
+    """DeviceError that names the first node placed on another provider."""
+    for part in session.get_provider_graph_assignment_info():
+        if part.ep_name == provider:
+            continue
+        for node in part.get_nodes():
+            if node.op_type not in _HOST_OPS:
+                raise DeviceError(
+                    f"node {node.name} ({node.op_type}) was placed on {part.ep_name} instead of "
+                    f"{provider}; every step would cross between devices; use device cpu"
+                )
+
+
+def _settings(ort: Any, manifest: Manifest, options: SessionOptions) -> Any:
+    levels = {
+        "disable": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+        "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+        "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+        "layout": ort.GraphOptimizationLevel.ORT_ENABLE_LAYOUT,
+        "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+    }
+    settings = ort.SessionOptions()
+    settings.graph_optimization_level = levels[options.optimization]
+    settings.intra_op_num_threads = options.threads
+    settings.log_severity_level = 3
+    # One session runs every bucket: patterns of each shape would only be kept, never reused.
+    settings.enable_mem_pattern = False
+    entries = {
+        "session.intra_op.allow_spinning": "1" if options.spinning else "0",
+        "session.qdq_matmulnbits_accuracy_level": str(manifest.accuracy_level),
+        "session.record_ep_graph_assignment_info": "1",
+    }
+    for key, value in entries.items():
+        settings.add_session_config_entry(key, value)
+    return settings
+
+
+def _check_version(ort: Any, manifest: Manifest) -> None:
+    have, need = _numbers(ort.__version__), _numbers(manifest.min_onnxruntime)
+    if have < need:
+        raise ContractError(
+            f"this bundle needs ONNX Runtime {manifest.min_onnxruntime} or newer, installed is "
+            f"{ort.__version__}; upgrade it"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    digits = ("".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split("."))
+    return tuple(int(part or 0) for part in digits)[:3]
+
+
+def _is_installed(wheel: str) -> bool:
+    try:
+        version(wheel)
+    except PackageNotFoundError:
+        return False
+    return True
