@@ -1,0 +1,118 @@
+"""The cell table of the raw rows: which position each row holds, and for which sequences.
+
+Reserving is pure; `commit` and `clear` are the only writers, so a step that fails leaves no trace
+and needs no undo. Knows nothing of compressed rows, which are addressed by position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cachegraph.models.contract import RowLayout
+from cachegraph.models.errors import CapacityError
+from cachegraph.runtime.batch import BoolArray, IntArray
+from cachegraph.runtime.split import UBatch
+
+EMPTY = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellView:
+    """A table to plan on.
+
+    positions: int64 [cells], EMPTY where free. members: bool [sequences, cells]. rows: int64
+    [cells], the cache row of each cell; None where cell i is row i.
+    """
+
+    positions: IntArray
+    members: BoolArray
+    rows: IntArray | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """Rows that a ubatch would take: one row, position and sequence for each token, [T] each."""
+
+    rows: IntArray
+    positions: IntArray
+    sequences: IntArray
+
+
+class CellTable:
+    """Raw rows of a `per_stream` cache.
+
+    Position p of stream s takes row s * rows_per_stream + p mod rows_per_stream. Cells that no
+    window reaches are overwritten.
+    """
+
+    def __init__(self, layout: RowLayout, window: int) -> None:
+        self.layout = layout
+        self.window = window
+        self._positions = np.full(layout.live_rows, EMPTY, np.int64)
+        self._members = np.zeros((layout.streams, layout.live_rows), np.bool_)
+        self._ends = np.zeros(layout.streams, np.int64)
+
+    def next_position(self, sequence: int) -> int:
+        """The position that a sequence expects next."""
+        return int(self._ends[sequence])
+
+    def next_positions(self) -> dict[int, int]:
+        """The position that every sequence expects next."""
+        return dict(enumerate(self._ends.tolist()))
+
+    def reserve(self, ubatch: UBatch) -> Reservation:
+        """Rows for a ubatch; CapacityError where a row that is still visible would be lost."""
+        sequences = np.repeat(np.array(ubatch.streams, np.int64), ubatch.step)
+        size = self.layout.rows_per_stream
+        if ubatch.step > size:
+            raise CapacityError(
+                f"a step of {ubatch.step} tokens does not fit the {size} raw rows of a sequence; "
+                "send fewer at once"
+            )
+        rows = sequences * size + ubatch.positions % size
+        self._check_hidden(rows)
+        return Reservation(rows=rows, positions=ubatch.positions, sequences=sequences)
+
+    def after(self, reservation: Reservation) -> CellView:
+        """The table as it would be after `commit`, as a copy."""
+        positions, members = self._positions.copy(), self._members.copy()
+        _place(positions, members, reservation)
+        return CellView(positions=positions, members=members)
+
+    def commit(self, reservation: Reservation) -> None:
+        """Take the reserved rows."""
+        _place(self._positions, self._members, reservation)
+        np.maximum.at(self._ends, reservation.sequences, reservation.positions + 1)
+
+    def check_room(self, ubatches: Iterable[UBatch]) -> None:
+        """CapacityError unless all ubatches of a batch can be placed one after another."""
+        trial = CellTable(self.layout, self.window)
+        trial._positions, trial._members = self._positions.copy(), self._members.copy()
+        trial._ends = self._ends.copy()
+        for ubatch in ubatches:
+            trial.commit(trial.reserve(ubatch))
+
+    def clear(self, sequence: int) -> None:
+        """Forget a sequence; rows that only it owned become free."""
+        self._members[sequence] = False
+        self._positions[~self._members.any(axis=0)] = EMPTY
+        self._ends[sequence] = 0
+
+    def _check_hidden(self, rows: IntArray) -> None:
+        held = self._positions[rows]
+        seen = self._members[:, rows] & (held > (self._ends - self.window)[:, None])
+        if seen.any():
+            sequence, column = (int(i) for i in np.argwhere(seen)[0])
+            raise CapacityError(
+                f"raw row {rows[column]} holds position {held[column]} of sequence {sequence}, "
+                f"which its window of {self.window} still sees; send fewer tokens at once"
+            )
+
+
+def _place(positions: IntArray, members: BoolArray, reservation: Reservation) -> None:
+    positions[reservation.rows] = reservation.positions
+    members[:, reservation.rows] = False
+    members[reservation.sequences, reservation.rows] = True

@@ -1,0 +1,119 @@
+"""Validation of logical plans, before they are padded and before any graph runs.
+
+A PlanError names planner, field, position and bound. Judges plans; makes none.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from cachegraph.models.errors import PlanError
+from cachegraph.runtime.batch import IntArray
+from cachegraph.runtime.cells import CellView
+from cachegraph.runtime.planners.compressor import CompressorPlan, CompressorSizes
+from cachegraph.runtime.planners.raw import RawPlan
+
+_SMALL = 16  # below this, a list in Python is faster than a numpy reduction
+
+
+def validate_raw(
+    plan: RawPlan, cells: CellView, positions: IntArray | None, *, num_rows: int
+) -> None:
+    """PlanError unless rows are in range, write targets unique, counts consistent.
+
+    The cell reserved for each token must hold that token's position, if positions are given.
+    """
+    _in_range("raw", "write_idxs", plan.write_idxs, num_rows)
+    _in_range("raw", "read_idxs", plan.read_idxs, num_rows)
+    _same("raw", "read_pos", plan.read_pos.size, plan.read_idxs.size)
+    _same("raw", "read_counts, summed", int(plan.read_counts.sum()), plan.read_idxs.size)
+    _distinct("raw", "write_idxs", plan.write_idxs)
+    if positions is None:
+        return
+    _same("raw", "write_idxs", plan.write_idxs.size, positions.size)
+    if cells.rows is not None:
+        held = dict(zip(cells.rows.tolist(), cells.positions.tolist(), strict=True))
+        placed = np.array([held.get(row, -1) for row in plan.write_idxs.tolist()], np.int64)
+    else:
+        placed = cells.positions[plan.write_idxs]
+    wrong = placed != positions
+    if wrong.any():
+        at = int(wrong.argmax())
+        _fail(
+            "raw",
+            "write_idxs",
+            at,
+            f"row {plan.write_idxs[at]} is reserved for position {placed[at]}, "
+            f"the token's is {positions[at]}",
+        )
+
+
+def validate_compressor(
+    name: str, sizes: CompressorSizes, plan: CompressorPlan, count: int
+) -> None:
+    """PlanError unless the plan of `count` tokens is whole, in range and writes no row twice."""
+    blocks = plan.num_blocks
+    for field in ("state_pos", "state_delta_src_idxs", "state_delta_dst_idxs", "n_visible"):
+        _same(name, field, getattr(plan, field).size, count)
+    _same(name, "state_write_pos", plan.state_write_pos.size, blocks)
+    _same(name, "state_read_idxs", plan.state_read_idxs.size, blocks * sizes.window)
+    kept = plan.state_persist_dst_idxs
+    _same(name, "state_persist_src_idxs", plan.state_persist_src_idxs.size, kept.size)
+    _in_range(name, "state_pos", plan.state_pos, sizes.ratio)
+    _in_range(name, "state_delta_src_idxs", plan.state_delta_src_idxs, count)
+    _in_range(name, "state_delta_dst_idxs", plan.state_delta_dst_idxs, sizes.state_rows)
+    _in_range(name, "state_persist_src_idxs", plan.state_persist_src_idxs, count)
+    _in_range(name, "state_persist_dst_idxs", kept, sizes.state_rows)
+    _in_range(name, "n_visible", plan.n_visible, sizes.rows_per_stream + 1)
+    _distinct(name, "state_persist_dst_idxs", kept)
+    if blocks:
+        sentinel = 1 if sizes.overlap else 0
+        _in_range(
+            name, "state_read_idxs", plan.state_read_idxs, sizes.state_rows + count + sentinel
+        )
+        _in_range(
+            name,
+            "state_write_idxs",
+            plan.state_write_idxs,
+            sizes.rows_per_stream * sizes.streams,
+        )
+        _in_range(
+            name, "state_write_pos", plan.state_write_pos, sizes.rows_per_stream * sizes.ratio
+        )
+        _distinct(name, "state_write_idxs", plan.state_write_idxs)
+    if not 0 < plan.num_exposed <= sizes.rows_per_stream:
+        _fail(name, "rows", 0, f"{plan.num_exposed} rows exposed of {sizes.rows_per_stream}")
+
+
+def _in_range(planner: str, field: str, values: IntArray, bound: int) -> None:
+    if not values.size:
+        return
+    if values.size <= _SMALL:
+        items = values.tolist()
+        low, high = min(items), max(items)
+    else:
+        low, high = int(values.min()), int(values.max())
+    if low < 0 or high >= bound:
+        at = int(((values < 0) | (values >= bound)).argmax())
+        _fail(planner, field, at, f"{values[at]} is outside 0 to {bound - 1}")
+
+
+def _distinct(planner: str, field: str, values: IntArray) -> None:
+    items = values.tolist()
+    if len(set(items)) == len(items):
+        return
+    first: dict[int, int] = {}
+    for at, value in enumerate(items):
+        if first.setdefault(value, at) != at:
+            _fail(planner, field, at, f"row {value} is written twice, first at {first[value]}")
+
+
+def _same(planner: str, field: str, got: int, wanted: int) -> None:
+    if got != wanted:
+        _fail(planner, field, got, f"has {got} entries, wanted {wanted}")
+
+
+def _fail(planner: str, field: str, at: int, fault: str) -> NoReturn:
+    raise PlanError(f"{planner} plan: {field}[{at}]: {fault}; the graph was not run")
