@@ -14,14 +14,14 @@ from typing import NoReturn
 import numpy as np
 
 from cachegraph.models.contract import CacheKind, Contract, Padding, RowLayout, TensorRow
-from cachegraph.models.deepseek_v4.contract import (
+from cachegraph.models.errors import ContractError, PlanError
+from cachegraph.models.plan_fields import (
     NO_PREVIOUS,
     PADDED_BLOCK,
     CompressorFields,
     RawFields,
     plan_name,
 )
-from cachegraph.models.errors import ContractError, PlanError
 from cachegraph.models.planner_specs import CompressorSpec, PlannerSpecs
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.planners.compressor import CompressorPlan

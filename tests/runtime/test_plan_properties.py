@@ -1,4 +1,4 @@
-"""Random programs of batches, judged by a dictionary of labels that shares no code with the planners."""
+"""Random programs of batches, judged by a dictionary of labels apart from the planners."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_models_with_one_kind_of_layer(layers: list[LayerKind]) -> None:
     ("edge", "before", "after"), list(product([3, 5, 6, 7, 14, 21], [-1, 0, 1], [1, 2, 3]))
 )
 def test_steps_around_every_boundary(edge: int, before: int, after: int) -> None:
-    """A prefill that ends one before, at or past a ratio, window or ring edge, then a short step."""
+    """A prefill that ends before, at or past a ratio, window or ring edge, then a short step."""
     world = World(config(), Capacity(context=CONTEXT, sequences=1, max_step=6))
     world.decode({0: edge + before})
     world.decode({0: after})

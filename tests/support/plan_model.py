@@ -1,8 +1,8 @@
-"""The caches as dictionaries of labels: what a step's padded buffers mean, told without the planner.
+"""The caches as dictionaries of labels: what a step's padded buffers mean.
 
-A row holds ("token", sequence, position), a window of such labels, or a sentinel's name. `play` does
-to it what the graph does with the buffers and checks, after each step, that every real token sees
-exactly what it must. Shares no code with runtime/; knows contract names and layouts only.
+A row holds ("token", sequence, position), a window of such labels, or a sentinel's name. `play`
+does to it what the graph does with the buffers and checks, after each step, that every real token
+sees exactly what it must. Shares no code with runtime/; knows contract names and layouts only.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class World:
         )
 
     def decode(self, counts: Mapping[int, int], order: Sequence[int] | None = None) -> Batch:
-        """Send so many new tokens of each sequence, interleaved as `order` says; judge each step."""
+        """Send so many new tokens of each sequence, interleaved as `order` says; judge all."""
         owners = list(order or [seq for seq, count in counts.items() for _ in range(count)])
         tokens = [(7 * i + 13 * len(self.sent) + 3) % VOCAB for i in range(len(owners))]
         batch = Batch.of(tokens, None, owners, starts=self.cells.next_positions())
