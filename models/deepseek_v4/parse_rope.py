@@ -83,12 +83,10 @@ def _rope(part: Fields, theta: float | None, *, is_flat: bool = False) -> Rope |
         if part.has("rope_type") and older != kind:
             part.note(f"rope type is given as {kind!r} and as {older!r}")
         kind = older
-    if kind == "yarn":
-        rope = _yarn(part, theta, is_flat=is_flat)
-    else:
-        rope = _plain(theta)
-        if kind is not None and kind != "default":
-            part.note(f"rope type {kind!r} is not supported; only 'default' and 'yarn' are")
+    if kind not in (None, "default", "yarn"):
+        part.note(f"rope type {kind!r} is not supported; only 'default' and 'yarn' are")
+        return _plain(theta)
+    rope = _yarn(part, theta, is_flat=is_flat) if kind == "yarn" else _plain(theta)
     part.finish()
     return rope
 
