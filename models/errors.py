@@ -9,6 +9,7 @@ CachegraphError
 ├── PlanError           a plan names rows it may not name
 ├── CapacityError       there is no room; nothing has changed
 ├── GraphBuildError     the builder cannot emit what was asked for
+├── StepError           a graph call failed; the message says which sequences were dropped
 ├── DeviceError         the device asked for is not there, or a node ran elsewhere
 ├── DependencyError     an optional package is missing (also ImportError)
 └── UsageError          an engine was used in a way it does not allow (closed, two threads)
@@ -51,6 +52,10 @@ class CapacityError(CachegraphError):
 
 class GraphBuildError(CachegraphError):
     """The builder cannot emit the requested graph."""
+
+
+class StepError(CachegraphError):
+    """A graph call failed half-way; its sequences are dropped, all others stand."""
 
 
 class DeviceError(CachegraphError):
