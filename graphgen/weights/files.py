@@ -141,7 +141,11 @@ def read_header(path: Path) -> dict[str, Entry]:
     header.pop("__metadata__", None)
     base = 8 + length
     spans = {name: _span(path, name, row) for name, row in header.items()}
-    end = base + max((stop for _, stop in spans.values()), default=0)
+    end = base
+    for start, stop in sorted(spans.values()):
+        if base + start != end:
+            raise _damaged(path, "its header has tensors that overlap or leave bytes out")
+        end = base + stop
     if end != size:
         raise _damaged(path, f"its header describes {end} bytes and the file has {size}")
     return {

@@ -13,6 +13,8 @@ from cachegraph.models.deepseek_v4.config import Rope
 from cachegraph.models.fields import Fields
 
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # YaRN's own, where a config leaves them out
+# transformers writes these at the top level where a model was made from nested values alone.
+_UNSET_THETAS = {"rope_theta": 10000.0, "compress_rope_theta": 160000.0}
 _THETAS = {"main": "rope_theta", "compress": "compress_rope_theta"}
 
 
@@ -57,7 +59,7 @@ def _theta(top: Fields, part: Fields | None, key: str, given: float | None) -> f
     if part is None or not part.has("rope_theta"):
         return given if given is not None else top.number(key)
     own = part.number("rope_theta")
-    if None not in (own, given) and own != given:
+    if None not in (own, given) and given not in (own, _UNSET_THETAS[key]):
         top.note(f"{key} is {given}, but rope_parameters says {own}")
     return own
 

@@ -166,6 +166,12 @@ def test_each_fault_is_named(base, changes, fact):
     assert any(fact in fault for fault in found), found
 
 
+def test_a_nested_theta_beats_the_top_level_default_of_transformers():
+    """What save_pretrained writes for a model that was made from nested values alone."""
+    nested = {"rope_parameters/main/rope_theta": 500.0, "rope_theta": 10000.0}
+    assert parse_config(changed(WRITTEN, nested)).rope_main == Rope(theta=500.0)
+
+
 def test_one_change_gives_one_fault():
     """A fault must not drag others along, so that the list can be worked off."""
     for changes in ({"hidden_size": "x"}, {"o_groups": 7}, {"rope_scaling/type": "linear"}):
