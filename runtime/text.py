@@ -225,7 +225,7 @@ class StopMatcher:
 
     def _open_length(self, text: str) -> int:
         """Length of the longest end of the text that a stop string begins with."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        longest = max(map(len, self._stops), default=0)
         for length in range(min(longest, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):

@@ -276,6 +276,13 @@ def test_an_unfinished_character_is_flushed_as_replacement(
     assert decoder.finish() == ""
 
 
+@pytest.mark.parametrize("broken", range(12, 18))
+def test_a_character_behind_broken_bytes_stays_whole(broken: int) -> None:
+    """However many stray bytes come first, the emoji after them is one piece."""
+    ids = [BYTES.tokenizer.token_to_id(character) for character in "Ģ" * broken + "ðŁĻĤ"]
+    assert pieces_of(BYTES, ids) == ["\ufffd"] * broken + ["", "", "", "🙂", ""]
+
+
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(ids=st.lists(st.integers(0, 270), max_size=40), skip_special=st.booleans())
 def test_any_ids_stream_to_what_decode_gives(ids: list[int], skip_special: bool) -> None:
@@ -300,6 +307,8 @@ def test_the_first_space_only_is_stripped() -> None:
     """A decoder that strips a leading space does so once, also behind silent tokens."""
     hi = PIECES.tokenizer.token_to_id("▁hi")
     silent = PIECES.tokenizer.token_to_id("<s>")
+    space = PIECES.tokenizer.token_to_id("▁")
+    assert pieces_of(PIECES, [space, space, hi]) == ["", " ", " hi", ""]
     assert pieces_of(PIECES, [hi, hi, *[silent] * 40, hi]) == [
         "hi",
         " hi",
