@@ -2,5 +2,6 @@
 
 from cachegraph.graphgen.export import export, export_preset
 from cachegraph.graphgen.options import ExportOptions
+from cachegraph.graphgen.static import StaticSize, freeze_bundle
 
-__all__ = ["ExportOptions", "export", "export_preset"]
+__all__ = ["ExportOptions", "StaticSize", "export", "export_preset", "freeze_bundle"]

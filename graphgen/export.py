@@ -16,10 +16,10 @@ import onnx
 import onnx_ir as ir
 
 from cachegraph.graphgen.deepseek_v4.source import model_source
-from cachegraph.graphgen.freeze import freeze
 from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
 from cachegraph.graphgen.options import ExportOptions
 from cachegraph.graphgen.source import ModelSource
+from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
 from cachegraph.graphgen.template import Template, build_template
 from cachegraph.graphgen.weights.parameter import Read
 from cachegraph.graphgen.weights.reader import open_checkpoint
@@ -43,7 +43,7 @@ from cachegraph.models.manifest import (
     cache_layouts,
     write_manifest,
 )
-from cachegraph.models.planner_specs import PlannerSpecs, dims, formulas
+from cachegraph.models.planner_specs import formulas
 from cachegraph.models.shipped import resolve
 from cachegraph.models.version import VERSION
 
@@ -60,14 +60,14 @@ def export(
     out: str | Path,
     options: ExportOptions | None = None,
     *,
-    static: Sequence[Bucket] | None = None,
+    static: Sequence[StaticSize] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Export a checkpoint folder, or a shipped model by name (tiny:deepseek_v4), to a bundle.
 
     Args:
-        static: buckets whose static graphs are written; by default decode and the longest prefill.
+        static: sizes of the static graphs written; by default decode and the longest prefill.
         overwrite: replace a bundle that is already at `out`.
         progress: called with stage, done and total; bytes in the stage "weights".
 
@@ -90,7 +90,7 @@ def export_preset(
     out: str | Path,
     options: ExportOptions | None = None,
     *,
-    static: Sequence[Bucket] | None = None,
+    static: Sequence[StaticSize] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -108,7 +108,7 @@ def _export(
     source: ModelSource,
     out: Path,
     options: ExportOptions,
-    static: Sequence[Bucket] | None,
+    static: Sequence[StaticSize] | None,
     overwrite: bool,
     progress: Progress | None,
     tokenizer: Sequence[Path],
@@ -116,6 +116,7 @@ def _export(
 ) -> Path:
     report = progress or (lambda stage, done, total: None)
     _check_target(out, overwrite)
+    buckets = _static_buckets(source, static)
     read = source.open_read() if with_weights else None
     with _staging(out) as folder:
         report("graph", 0, 1)
@@ -127,7 +128,6 @@ def _export(
         proto = ir.to_proto(template.model)
         onnx.save(proto, folder / TEMPLATE_NAME)
         report("graph", 1, 1)
-        buckets = source.default_static if static is None else tuple(static)
         graphs = _write_static(proto, source, buckets, folder, report)
         weights = _write_weights(folder, template, layout, read, report) if read else None
         for file in tokenizer:
@@ -161,6 +161,17 @@ def _staging(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _static_buckets(
+    source: ModelSource, static: Sequence[StaticSize] | None
+) -> tuple[Bucket, ...]:
+    rungs = source.ladder
+    if static is None:
+        full = rungs.contexts[-1]
+        static = [StaticSize(1, rungs.steps[0], full), StaticSize(1, rungs.steps[-1], full)]
+    buckets = (static_bucket(size, rungs, source.planners) for size in static)
+    return tuple(dict.fromkeys(buckets))
+
+
 def _write_static(
     proto: onnx.ModelProto,
     source: ModelSource,
@@ -174,16 +185,6 @@ def _write_static(
         files.append(write_static(proto, source.planners, bucket, folder))
     report("static graphs", len(buckets), len(buckets))
     return files
-
-
-def write_static(
-    proto: onnx.ModelProto, planners: PlannerSpecs, bucket: Bucket, folder: Path
-) -> GraphFile:
-    """Freeze a template for one bucket into `folder`."""
-    sizes = dims(planners, bucket)
-    name = f"{bucket.name}.onnx"
-    onnx.save(freeze(proto, sizes), folder / name)
-    return GraphFile(file=name, bucket=bucket, dims=sizes)
 
 
 def _write_weights(

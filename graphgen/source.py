@@ -8,7 +8,7 @@ from typing import Literal
 
 from cachegraph.graphgen.template import Emit
 from cachegraph.graphgen.weights.parameter import Read
-from cachegraph.models.buckets import Bucket, BucketLadder
+from cachegraph.models.buckets import BucketLadder
 from cachegraph.models.contract import Contract
 from cachegraph.models.planner_specs import PlannerSpecs
 
@@ -18,7 +18,7 @@ class ModelSource:
     """One model ready to be built.
 
     emit: adds the model's nodes to a graph. open_read: opens the checkpoint and returns the function
-    that reads one tensor as f32 (or int64). default_static: buckets whose static graphs are written.
+    that reads one tensor as f32 (or int64).
     """
 
     family: str
@@ -31,6 +31,5 @@ class ModelSource:
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    default_static: tuple[Bucket, ...]
     emit: Emit
     open_read: Callable[[], Read]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -18,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.contract import CacheKind, Role
-from cachegraph.models.errors import CachegraphError, StepError, UsageError
+from cachegraph.models.contract import CacheKind
+from cachegraph.models.errors import CachegraphError, ConfigError, StepError, UsageError
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch, check_batch
 from cachegraph.runtime.binding import (
@@ -33,6 +34,7 @@ from cachegraph.runtime.binding import (
 )
 from cachegraph.runtime.bundle import open_bundle
 from cachegraph.runtime.cells import CellTable
+from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, initial_caches, memory_report
 from cachegraph.runtime.ort import (
@@ -45,6 +47,7 @@ from cachegraph.runtime.ort import (
 from cachegraph.runtime.padding import Filler
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
 from cachegraph.runtime.split import UBatch, split_batch
+from cachegraph.runtime.text import TextCodec
 
 Logits = NDArray[np.float32]
 LOGITS = "logits"
@@ -169,6 +172,35 @@ class Engine:
             tokens, np.arange(start, start + count), [seq_id] * count, logits=wanted
         )
         return self.decode(batch, progress)[0]
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        options: GenerateOptions | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Event]:
+        """Stream what follows one prompt or several (texts, or token ids); see `generate`.
+
+        Texts get the tokenizer's own beginning-of-sequence token where it asks for one.
+        """
+        self._check_open()
+        codec = self.codec
+        many = [prompts] if isinstance(prompts, str) else prompts
+        ids = [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
+        return generate(self, ids, options or GenerateOptions(), codec, progress)
+
+    @cached_property
+    def codec(self) -> TextCodec | None:
+        """The bundle's tokenizer, if it has one."""
+        return TextCodec.load(self.folder) if self.manifest.tokenizer else None
+
+    def _encode(self, text: str) -> list[int]:
+        if self.codec is None:
+            raise ConfigError(
+                "this bundle has no tokenizer; give token ids, or export a checkpoint that has "
+                "a tokenizer.json"
+            )
+        return self.codec.encode(text)
 
     def clear(self, seq_id: int | None = None) -> None:
         """Forget a sequence, or all of them. Its rows need no erasing: no plan reads them."""

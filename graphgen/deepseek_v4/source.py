@@ -8,10 +8,8 @@ from cachegraph.graphgen.deepseek_v4.model import DeepseekV4
 from cachegraph.graphgen.options import ExportOptions
 from cachegraph.graphgen.source import ModelSource
 from cachegraph.graphgen.weights.parameter import Read
-from cachegraph.models.buckets import Bucket
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import (
-    compressor_kinds,
     contract,
     ladder,
     planner_specs,
@@ -24,24 +22,17 @@ def model_source(
     config: DeepseekV4Config, options: ExportOptions, open_read: Callable[[], Read]
 ) -> ModelSource:
     """Everything export needs, from a config and the options."""
-    rungs = ladder(config, options.capacity)
-    closes = compressor_kinds(config)
-    decode, prefill = (
-        Bucket(streams=1, step=step, context=rungs.contexts[-1], closes=closes)
-        for step in (rungs.steps[0], rungs.steps[-1])
-    )
     return ModelSource(
         family="deepseek_v4",
         config=to_dict(config),
         contract=contract(config, options.capacity),
         planners=planner_specs(config),
-        ladder=rungs,
+        ladder=ladder(config, options.capacity),
         sentinels=SENTINELS,
         position_rule="consecutive",
         vocab_size=config.vocab_size,
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
-        default_static=tuple(dict.fromkeys((decode, prefill))),
         emit=DeepseekV4(config, options),
         open_read=open_read,
     )

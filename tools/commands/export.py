@@ -1,0 +1,158 @@
+"""`cachegraph export`: a checkpoint becomes a bundle."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from cachegraph.models.errors import ConfigError
+from cachegraph.tools.output import JsonFlag, note, print_json
+from cachegraph.tools.progress import staged_progress
+from cachegraph.tools.static_sizes import parse_size
+
+
+class _Dialect(StrEnum):
+    portable = "portable"
+    ort = "ort"
+
+
+class _Weights(StrEnum):
+    f32 = "f32"
+    f16 = "f16"
+    bf16 = "bf16"
+    int8 = "int8"
+    int4 = "int4"
+
+
+class _Select(StrEnum):
+    gather = "gather"
+    mask = "mask"
+
+
+class _Experts(StrEnum):
+    chosen = "chosen"
+    all = "all"
+
+
+class _Gather(StrEnum):
+    rows = "rows"
+    elements = "elements"
+    nd = "nd"
+
+
+class _Scatter(StrEnum):
+    nd = "nd"
+    elements = "elements"
+
+
+def command(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[CHECKPOINT] OUT",
+            help="Checkpoint folder or a shipped model (tiny:deepseek_v4), then the folder to "
+            "write. With --preset only the folder to write.",
+        ),
+    ],
+    dialect: Annotated[
+        _Dialect,
+        typer.Option(
+            help="portable: only ai.onnx operators. ort: com.microsoft operators too, which "
+            "ONNX Runtime runs faster."
+        ),
+    ] = _Dialect.portable,
+    weights: Annotated[
+        _Weights,
+        typer.Option(
+            help="Form of the big matrices. f16 and bf16 halve the file, but on CPU they run as "
+            "f32; int8 and int4 are blockwise and faster. Norms, router, hyper-connections, "
+            "compressor and indexer projections stay in float."
+        ),
+    ] = _Weights.f32,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens each sequence can hold; sets the cache sizes.")
+    ] = 4096,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Sequences the caches hold side by side.")
+    ] = 1,
+    max_step: Annotated[
+        int, typer.Option(min=1, help="Most tokens of one sequence in one graph call.")
+    ] = 128,
+    select: Annotated[
+        _Select,
+        typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
+    ] = _Select.gather,
+    experts: Annotated[
+        _Experts, typer.Option(help="Compute the chosen experts, or all of them.")
+    ] = _Experts.chosen,
+    gather: Annotated[
+        _Gather,
+        typer.Option(help="Operator that reads whole cache rows: Gather, GatherElements, GatherND."),
+    ] = _Gather.rows,
+    scatter: Annotated[
+        _Scatter,
+        typer.Option(help="Operator that writes whole cache rows: ScatterND, ScatterElements."),
+    ] = _Scatter.nd,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Build a published model's graphs instead of a checkpoint's: deepseek-v4-flash "
+            "or deepseek-v4-pro. Needs --no-weights."
+        ),
+    ] = None,
+    no_weights: Annotated[
+        bool,
+        typer.Option("--no-weights", help="Write no weights file: to inspect, not to run."),
+    ] = False,
+    static: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SxPxN",
+            help="Static graph to write, as STREAMSxSTEPxCONTEXT (compressed rows); may be "
+            "given several times. Default: decode and the longest prefill at full context.",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Export a checkpoint to a bundle: graphs, weights, tokenizer and manifest.json.
+
+    Example: cachegraph export tiny:deepseek_v4 out/tiny --dialect ort
+    """
+    if bool(preset) != no_weights:
+        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
+    if len(places) != (1 if preset else 2):
+        wanted = "OUT" if preset else "CHECKPOINT OUT"
+        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
+    sizes = None if static is None else [parse_size(text) for text in static]
+    from cachegraph.graphgen import ExportOptions, StaticSize, export, export_preset
+    from cachegraph.graphgen import options as o
+    from cachegraph.models.capacity import Capacity
+
+    options = ExportOptions(
+        dialect=o.Dialect(dialect),
+        weights=o.WeightType(weights),
+        select=o.Select(select),
+        experts=o.Experts(experts),
+        gather=o.RowRead(gather),
+        scatter=o.RowWrite(scatter),
+        capacity=Capacity(context=context, sequences=sequences, max_step=max_step),
+    )
+    with staged_progress() as progress:
+        run = export_preset if preset else export
+        out = run(
+            preset or places[0],
+            places[-1],
+            options,
+            static=None if sizes is None else [StaticSize(*size) for size in sizes],
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if as_json:
+        print_json({"bundle": str(out)})
+    else:
+        note(f"wrote {out}")

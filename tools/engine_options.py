@@ -1,0 +1,32 @@
+"""Options that every command which runs a bundle shares, and how they open an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cachegraph.runtime import Engine
+
+BundleArgument = Annotated[
+    Path, typer.Argument(metavar="BUNDLE", help="Folder that `cachegraph export` wrote.")
+]
+DeviceOption = Annotated[
+    str, typer.Option(help="auto (CUDA where ONNX Runtime offers it), cpu or cuda.")
+]
+ThreadsOption = Annotated[
+    int, typer.Option(min=0, help="Threads of one step; 0 leaves it to ONNX Runtime.")
+]
+SpinningOption = Annotated[
+    bool,
+    typer.Option(help="Let idle threads burn CPU between steps, to answer sooner."),
+]
+
+
+def open_engine(bundle: Path, device: str, threads: int, spinning: bool) -> Engine:
+    """Load a bundle with the shared options; errors as of `Engine.load`."""
+    from cachegraph.runtime import Engine
+
+    return Engine.load(bundle, device=device, threads=threads, spinning=spinning)
