@@ -77,6 +77,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """How many tests each rung ran and how long they took, beside the rung's meaning."""
+    if config.getoption("--collect-only"):
+        return
     meanings = rung_meanings(config)
     seconds: defaultdict[str, float] = defaultdict(float)
     tests: defaultdict[str, set[str]] = defaultdict(set)
