@@ -12,10 +12,36 @@ import numpy as np
 from cachegraph.models.errors import PlanError
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.cells import CellView
-from cachegraph.runtime.planners.compressor import CompressorPlan, CompressorSizes
+from cachegraph.runtime.planners.compressor import (
+    CompressorPlan,
+    CompressorSizes,
+    PlanTokens,
+)
 from cachegraph.runtime.planners.raw import RawPlan
 
 _SMALL = 16  # below this, a list in Python is faster than a numpy reduction
+
+
+def validate_tokens(tokens: PlanTokens) -> None:
+    """PlanError unless each sequence's positions are distinct and not negative.
+
+    What planners rely on. A batch that passed the checker fulfils it.
+    """
+    positions = tokens.positions
+    if positions.size and positions.min() < 0:
+        at = int(positions.argmin())
+        _fail("every", "positions", at, f"{positions[at]} is negative")
+    seen: dict[tuple[int, int], int] = {}
+    owned = positions[tokens.owner_tokens].tolist()
+    for place, token in zip(
+        zip(tokens.owner_streams.tolist(), owned, strict=True),
+        tokens.owner_tokens.tolist(),
+        strict=True,
+    ):
+        if seen.setdefault(place, token) != token:
+            _fail(
+                "every", "positions", token, f"{place[1]} is repeated in sequence {place[0]}"
+            )
 
 
 def validate_raw(

@@ -1,0 +1,162 @@
+"""Running a file of planner vectors and telling what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cachegraph.tools.conformance.ours import answer
+from cachegraph.tools.conformance.rules import rules_for
+from cachegraph.tools.conformance.scenario import Scenario, load_scenarios, parse
+
+LEVEL = "plan"
+MISSING = "nothing"
+_WIDTH = 160  # characters of a value shown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A scenario that answers otherwise than recorded: the first such field, and how many more."""
+
+    id: str
+    kind: str
+    field: str
+    got: Any
+    wanted: Any
+    more: int = 0
+
+    def __str__(self) -> str:
+        more = f" (and {self.more} more fields)" if self.more else ""
+        return (
+            f"{self.id} {self.kind} {self.field}: "
+            f"got {_short(self.got)}, wanted {_short(self.wanted)}{more}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VectorReport:
+    """What a run found. deviations: (scenario id, rule numbers). not_run: scenarios by level."""
+
+    num_matching: int
+    differences: tuple[Difference, ...]
+    deviations: tuple[tuple[str, tuple[int, ...]], ...]
+    not_run: Mapping[str, int]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+    def lines(self) -> Iterator[str]:
+        """One line for each scenario that differs, then the counts; the last line sums up."""
+        yield from (str(difference) for difference in self.differences)
+        rules = Counter(number for _, numbers in self.deviations for number in numbers)
+        if rules:
+            listed = ", ".join(f"rule {number}: {rules[number]}" for number in sorted(rules))
+            yield f"deviations on purpose by rule: {listed}"
+        for level, count in self.not_run.items():
+            yield f"{count} not run (level {level})"
+        yield (
+            f"{self.num_matching} match, {len(self.differences)} differ, "
+            f"{len(self.deviations)} deviate on purpose"
+        )
+
+
+def run_vectors(path: Path | str) -> VectorReport:
+    """Compare our plans with a file of vectors; ConfigError where it is none."""
+    matching = 0
+    differences = []
+    deviations = []
+    not_run: Counter[str] = Counter()
+    for record in load_scenarios(Path(path)):
+        level = record.get("level", "pooled")
+        if level != LEVEL:
+            not_run[level] += 1
+            continue
+        difference, numbers = judge(parse(record))
+        if difference is not None:
+            differences.append(difference)
+        elif numbers:
+            deviations.append((record["id"], numbers))
+        else:
+            matching += 1
+    return VectorReport(
+        num_matching=matching,
+        differences=tuple(differences),
+        deviations=tuple(deviations),
+        not_run=dict(not_run),
+    )
+
+
+def judge(scenario: Scenario) -> tuple[Difference | None, tuple[int, ...]]:
+    """The first difference that no rule covers, else the numbers of the rules that were needed."""
+    got, wanted = flatten(answer(scenario)), flatten(recorded(scenario))
+    names = [
+        name
+        for name in {**wanted, **got}
+        if got.get(name, MISSING) != wanted.get(name, MISSING)
+    ]
+    rules = rules_for(scenario)
+    open_fields = [
+        name
+        for name in names
+        if not any(_covers(field, name) for _, fields in rules for field in fields)
+    ]
+    if open_fields:
+        first = open_fields[0]
+        difference = Difference(
+            id=scenario.id,
+            kind=scenario.kind,
+            field=first,
+            got=got.get(first, MISSING),
+            wanted=wanted.get(first, MISSING),
+            more=len(open_fields) - 1,
+        )
+        return difference, ()
+    needed = (
+        rule.number
+        for rule, fields in rules
+        if any(_covers(field, name) for name in names for field in fields)
+    )
+    return None, tuple(needed)
+
+
+def recorded(scenario: Scenario) -> dict[str, Any]:
+    """The recorded fields that are compared: texts are not, an assert is a refusal."""
+    out = {
+        name: value for name, value in scenario.recorded.items() if name != "seq_ids_errors"
+    }
+    out["comp_sinfo_errors"] = bool(out["comp_sinfo_errors"])
+    out["raw"] = {name: value for name, value in out["raw"].items() if name != "errors"}
+    out["comp"] = [None if entry is None else _entry(entry) for entry in out["comp"]]
+    return out
+
+
+def flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """Leaves by path, such as comp[0].plan.n_visible; a list of numbers is one leaf."""
+    if isinstance(value, dict):
+        parts = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        parts = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+    else:
+        return {name: value}
+    return {path: leaf for at, item in parts for path, leaf in flatten(item, at).items()}
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    if "assert" in entry:
+        return {"refused": True}
+    kept = {name: value for name, value in entry.items() if not name.endswith("errors")}
+    return {"refused": False} | kept
+
+
+def _covers(field: str, name: str) -> bool:
+    return name == field or name.startswith((f"{field}.", f"{field}["))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
