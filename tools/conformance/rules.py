@@ -1,7 +1,8 @@
 """Where the originals are wrong, and what we answer instead.
 
-Each rule is a numbered item of the vectors' README: a predicate on a scenario's input that names the
-recorded fields it covers. Nothing else may differ. tests/conformance has a test of each right answer.
+Each rule has the number that the record's notes give to the fault, and a predicate on a scenario's
+input that names the recorded fields it covers. Nothing else may differ. tests/conformance has a
+test of each right answer.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Scenario:
     """Input and recorded output of one scenario of level `plan`.
 
     ids: of each token as given, repeats included; sequence 0 where the record has none.
-    cells: (position, ids) of each slot, position -1 where empty. positions: None for a null pointer.
+    cells: (position, ids) of each slot, position -1 where empty. positions: None for a null
+    pointer.
     """
 
     id: str
