@@ -77,3 +77,15 @@ def test_loss_curve_is_well_formed_and_inside_its_frame() -> None:
     assert held == sorted(held)
     assert [y for _, y in held] == sorted(y for _, y in held)
     assert all(0 < x < 640 and 0 < y < 320 for x, y in held)
+
+
+def test_a_last_point_set_apart_is_a_dot_off_the_line() -> None:
+    """It was measured on other text, so the line would tell a fall that was not there."""
+    rows = [
+        LogRow(200, 9.0, 3.4, 1.97),
+        LogRow(400, 18.0, 3.0, 1.8),
+        LogRow(500, 20.0, 2.9, 1.6),
+    ]
+    joined, apart = (loss_curve(rows, "t", last_apart=flag) for flag in (False, True))
+    assert joined.count("<circle") == apart.count("<circle") == 2 * len(rows)
+    assert joined.count(",") == apart.count(",") + 1  # one x,y pair of a polyline

@@ -53,8 +53,11 @@ class Frame:
         return TOP + (HEIGHT - TOP - BOTTOM) * (self.high - value) / (self.high - self.low)
 
 
-def loss_curve(rows: Sequence[LogRow], title: str) -> str:
-    """An SVG of held-out text and of single training batches, in bits per byte over steps."""
+def loss_curve(rows: Sequence[LogRow], title: str, *, last_apart: bool = False) -> str:
+    """An SVG of held-out text and of single training batches, in bits per byte over steps.
+
+    `last_apart` leaves the last held-out point off the line: it was measured on other text.
+    """
     held = [(float(row.step), row.held_out) for row in rows]
     batch = [(float(row.step), row.train_loss / log(2) / BYTES_PER_TOKEN) for row in rows]
     values = [value for _, value in held + batch]
@@ -67,8 +70,8 @@ def loss_curve(rows: Sequence[LogRow], title: str) -> str:
         _text(LEFT, 18, title),
         *_legend(),
         *_axes(frame),
-        *_curve(frame, batch, "batch"),
-        *_curve(frame, held, "held"),
+        *_curve(frame, batch, "batch", joined=len(batch)),
+        *_curve(frame, held, "held", joined=len(held) - last_apart),
         "</svg>\n",
     )
     return "\n".join(parts)
@@ -100,9 +103,9 @@ def _axes(frame: Frame) -> list[str]:
     return parts
 
 
-def _curve(frame: Frame, points: Points, kind: str) -> list[str]:
+def _curve(frame: Frame, points: Points, kind: str, *, joined: int) -> list[str]:
     placed = [(frame.x(step), frame.y(value)) for step, value in points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed[:joined])
     dots = (f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in placed)
     return [f'<polyline class="{kind}" points="{path}"/>', *dots]
 
@@ -122,8 +125,12 @@ def main() -> None:
     parser.add_argument("log", type=Path)
     parser.add_argument("svg", type=Path)
     parser.add_argument("--title", default="Training of the tiny DeepSeek-V4, bits per byte")
+    parser.add_argument(
+        "--last-apart", action="store_true", help="the last row was measured on other text"
+    )
     args = parser.parse_args()
-    args.svg.write_text(loss_curve(read_log(args.log), args.title))
+    svg = loss_curve(read_log(args.log), args.title, last_apart=args.last_apart)
+    args.svg.write_text(svg)
 
 
 if __name__ == "__main__":
