@@ -75,8 +75,8 @@ class PlannerSpecs:
         return ceil(context * self.context_unit / spec.ratio)
 
     def context_rows(self, spec: CompressorSpec, visible: int) -> int:
-        """The smallest context rung that exposes `visible` rows of a compressor."""
-        return ceil(visible * spec.ratio / self.context_unit)
+        """The smallest context rung that exposes `visible` (1 or more) rows of a compressor."""
+        return (visible - 1) * spec.ratio // self.context_unit + 1
 
 
 def dims(specs: PlannerSpecs, bucket: Bucket) -> dict[str, int]:
