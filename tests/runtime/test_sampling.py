@@ -217,7 +217,7 @@ def test_top_p_looks_past_its_first_candidates() -> None:
     """A flat distribution of 1,000 tokens: half the mass is the 500 lowest ids."""
     row = np.zeros(1000, dtype=np.float32)
     options = SamplingOptions(temperature=1.0, top_p=0.5, seed=2)
-    seen = set(draws(options, row, 4000))
+    seen = set(draws(options, row, 2000))
     assert max(seen) == 499
     assert len(seen) > 480
 
@@ -256,7 +256,7 @@ ROWS = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=120)
 @given(values=ROWS, options=OPTIONS, seen=st.lists(st.integers(0, 8), max_size=6))
 def test_a_draw_is_always_one_the_reference_allows(
     values: list[float], options: SamplingOptions, seen: list[int]
@@ -290,8 +290,8 @@ def test_a_draw_is_always_one_the_reference_allows(
     ids=str,
 )
 def test_draws_follow_the_distribution(options: SamplingOptions) -> None:
-    """Chi-square of 20,000 draws against plain loops stays under the 99.9 % quantile."""
-    history, count = [1, 5], 20_000
+    """Chi-square of 6,000 draws against plain loops stays under the 99.9 % quantile."""
+    history, count = [1, 5], 6_000
     sampler = Sampler(options, ROW.size)
     seen = Counter(sampler.sample(ROW, history).token for _ in range(count))
     expected = reference(ROW, options, history) * count

@@ -283,7 +283,7 @@ def test_a_character_behind_broken_bytes_stays_whole(broken: int) -> None:
     assert pieces_of(BYTES, ids) == ["\ufffd"] * broken + ["", "", "", "🙂", ""]
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(ids=st.lists(st.integers(0, 270), max_size=40), skip_special=st.booleans())
 def test_any_ids_stream_to_what_decode_gives(ids: list[int], skip_special: bool) -> None:
     """Also broken bytes, added tokens and ids without a token: the join is exact."""
@@ -291,7 +291,7 @@ def test_any_ids_stream_to_what_decode_gives(ids: list[int], skip_special: bool)
     assert "".join(pieces_of(BYTES, ids, skip_special=skip_special)) == whole
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=80)
 @given(
     text=st.text(
         st.characters(exclude_categories=["Cs"], exclude_characters="▁ "), max_size=30
@@ -405,14 +405,14 @@ def test_an_empty_stop_string_is_refused() -> None:
 LETTERS = st.text("ab", min_size=1, max_size=4)
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(stops=st.lists(LETTERS, max_size=3), pieces=st.lists(st.text("abc", max_size=5)))
 def test_stops_do_not_depend_on_the_pieces(stops: list[str], pieces: list[str]) -> None:
     """Any cut of a text gives what a scan by characters gives; overlaps and prefixes included."""
     assert stopped(stops, pieces) == naive(stops, "".join(pieces))
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=80)
 @given(
     stops=st.lists(LETTERS, min_size=1, max_size=3),
     pieces=st.lists(st.text("abc", max_size=5)),
