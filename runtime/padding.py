@@ -2,7 +2,7 @@
 
 Every element of every host row is written in every step; what the unused part holds follows from
 the row's padding rule and its cache layout, never from its name. The one table of names is
-`Filler._values`. Knows nothing of how plans are made.
+`Filler.values`. Knows nothing of how plans are made.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ class _Slot:
 class _Table:
     """The source table of a compressor: all sentinels of its state rows, then carried ring rows.
 
-    rows_per_stream: compressed rows of a stream. live_rows: ring rows of all streams.
-    sentinels: their state rows. no_previous, padded_block: their entries in the table.
+    columns: 0 .. rows of a stream - 1. live_rows: ring rows of all streams. sentinels: their state rows. no_previous, padded_block: their entries in the table.
     """
 
     spec: CompressorSpec
-    rows_per_stream: int
+    columns: IntArray
     live_rows: int
     sentinels: IntArray
     no_previous: int
@@ -63,7 +62,7 @@ class _Table:
         names = state.sentinels
         return cls(
             spec=spec,
-            rows_per_stream=rows.rows_per_stream,
+            columns=np.arange(rows.rows_per_stream),
             live_rows=state.live_rows,
             sentinels=state.live_rows + np.arange(len(names)),
             no_previous=names.index(NO_PREVIOUS) if NO_PREVIOUS in names else 0,
@@ -107,7 +106,7 @@ class Filler:
         that the contract gives for these dims. PlanError where the plan does not fit the bucket.
         """
         size = (dims["S"], dims["P"])
-        values = dict(self._values(dims, step))
+        values = dict(self.values(dims, step))
         for slot in self._slots:
             buffer = buffers[slot.name]
             view = buffer.reshape(size) if slot.is_tokens else buffer
@@ -119,7 +118,7 @@ class Filler:
             else:
                 _pad_block(slot, view, value)
 
-    def _values(
+    def values(
         self, dims: Mapping[str, int], step: StepPlan
     ) -> Iterator[tuple[str, IntArray]]:
         """The logical value of every host row; rows of T as [s, p]."""
@@ -184,7 +183,13 @@ def _compressor_fields(
     suffix = table.spec.suffix
     old, read = _windows(table, plan, ubatch.step, dims)
     kept = _padded_rows(plan.state_persist_src_idxs, ubatch.step, dims["P"])
-    bases = np.array(ubatch.streams)[:, None] * table.rows_per_stream
+    exposed = dims["N" + suffix]
+    if plan.num_exposed > exposed:
+        raise PlanError(
+            f"{table.spec.kind.value} plan: {plan.num_exposed} rows are visible, the bucket exposes "
+            f"{exposed}; pick a larger context rung"
+        )
+    bases = np.array(ubatch.streams)[:, None] * table.columns.size
     return CompressorFields(
         state_pos=plan.state_pos.reshape(block),
         state_old_idxs=old,
@@ -194,7 +199,7 @@ def _compressor_fields(
         state_write_idxs=plan.state_write_idxs,
         state_write_pos=plan.state_write_pos,
         n_visible=plan.n_visible.reshape(block),
-        rows=bases + np.arange(min(dims["N" + suffix], table.rows_per_stream)),
+        rows=bases + table.columns[:exposed],
     )
 
 
@@ -213,9 +218,11 @@ def _windows(
             f"{spec.kind.value} plan: {count} blocks close, the bucket has room for {blocks}; "
             "pick a bucket whose `closes` names the kind"
         )
+    if not blocks:
+        return table.sentinels[:0], np.zeros((0, spec.window), np.int64)
     read = np.full((blocks, spec.window), table.padded_block, np.int64)
     if not count:
-        return table.sentinels[:carried], read
+        return table.sentinels, read
     flat = plan.state_read_idxs
     is_ring = flat < table.live_rows
     old, places = np.unique(flat[is_ring], return_inverse=True)
