@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def fresh_python(
     installs the wheel without an index, so a requirement that is undeclared is missing.
     """
 
+    @cache
     def make(extra: str = "") -> Path:
         home = tmp_path_factory.mktemp("fresh")
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
