@@ -47,7 +47,8 @@ class _Slot:
 class _Table:
     """The source table of a compressor: all sentinels of its state rows, then carried ring rows.
 
-    columns: 0 .. rows of a stream - 1. live_rows: ring rows of all streams. sentinels: their state rows. no_previous, padded_block: their entries in the table.
+    columns: 0 .. compressed rows of a stream - 1. live_rows: ring rows of all streams.
+    sentinels: their state rows. no_previous, padded_block: their entries in the table.
     """
 
     spec: CompressorSpec
@@ -186,8 +187,8 @@ def _compressor_fields(
     exposed = dims["N" + suffix]
     if plan.num_exposed > exposed:
         raise PlanError(
-            f"{table.spec.kind.value} plan: {plan.num_exposed} rows are visible, the bucket exposes "
-            f"{exposed}; pick a larger context rung"
+            f"{table.spec.kind.value} plan: {plan.num_exposed} rows are visible, the bucket "
+            f"exposes {exposed}; pick a larger context rung"
         )
     bases = np.array(ubatch.streams)[:, None] * table.columns.size
     return CompressorFields(

@@ -71,13 +71,14 @@ class CompressorSizes:
 class PlanTokens:
     """What a compressor plan is made from.
 
-    positions: [n]. owner_tokens, owner_streams: [m], each token with each sequence that owns it, in
-    token order, then in the order of the token's ids.
+    positions: [n]. owner_tokens, owner_streams, owner_positions: [m], each token with each sequence
+    that owns it, in token order, then in the order of the token's ids.
     """
 
     positions: IntArray
     owner_tokens: IntArray
     owner_streams: IntArray
+    owner_positions: IntArray
 
     @classmethod
     def of_ubatch(cls, ubatch: UBatch) -> PlanTokens:
@@ -86,17 +87,19 @@ class PlanTokens:
             positions=ubatch.positions,
             owner_tokens=np.arange(ubatch.positions.size),
             owner_streams=np.repeat(np.array(ubatch.streams, np.int64), ubatch.step),
+            owner_positions=ubatch.positions,
         )
 
     @classmethod
     def of_owners(cls, positions: IntArray, seq_ids: SeqIds) -> PlanTokens:
         """Tokens with the ids of each; a token may have several or none."""
-        counts = [len(ids) for ids in seq_ids]
+        owned = np.repeat(np.arange(positions.size), [len(ids) for ids in seq_ids])
         flat = [seq for ids in seq_ids for seq in ids]
         return cls(
             positions=positions,
-            owner_tokens=np.repeat(np.arange(positions.size), counts),
+            owner_tokens=owned,
             owner_streams=np.array(flat, np.int64),
+            owner_positions=positions[owned],
         )
 
 
@@ -109,7 +112,8 @@ class CompressorPlan:
     state_write_idxs, state_write_pos: [b] compressed row and position of the block's first token.
     state_read_idxs: [window * b], previous windows of all blocks first (with overlap), then the
     current ones; index space [state_rows ring rows | n tokens | no previous window].
-    n_visible: [n] compressed rows that each token sees.
+    n_visible: [n] compressed rows that each token sees. num_exposed: compressed rows that must be
+    exposed to each stream: the largest of these counts, at least 1.
     """
 
     state_pos: IntArray
@@ -121,39 +125,37 @@ class CompressorPlan:
     state_write_idxs: IntArray
     state_write_pos: IntArray
     n_visible: IntArray
+    num_exposed: int
 
     @property
     def num_blocks(self) -> int:
         """Blocks that close in the step."""
         return int(self.state_write_idxs.size)
 
-    @property
-    def num_exposed(self) -> int:
-        """Compressed rows that must be exposed to each stream: the largest count, at least 1."""
-        return max(1, int(self.n_visible.max())) if self.n_visible.size else 1
-
 
 def plan_compressor(sizes: CompressorSizes, tokens: PlanTokens) -> CompressorPlan:
     """Plan one step; changes nothing. Positions are distinct in each sequence and not negative."""
-    positions = tokens.positions
-    owned = positions[tokens.owner_tokens]
+    positions, owned = tokens.positions, tokens.owner_positions
     ring = tokens.owner_streams * sizes.ring_rows + owned % sizes.ring_rows
-    ended = positions + 1
     persist_src, persist_dst = _persist(tokens.owner_tokens, owned, ring)
     closing = ((owned + 1) % sizes.ratio == 0).nonzero()[0]
-    closes = closing.size > 0
-    write_pos = owned[closing] + 1 - sizes.ratio if closes else _NONE
-    streams = tokens.owner_streams[closing] if closes else _NONE
+    read_idxs = write_idxs = write_pos = _NONE
+    if closing.size:
+        streams = tokens.owner_streams[closing]
+        write_pos = owned[closing] + 1 - sizes.ratio
+        write_idxs = streams * sizes.rows_per_stream + write_pos // sizes.ratio
+        read_idxs = _windows(sizes, tokens, streams, write_pos)
     return CompressorPlan(
         state_pos=positions % sizes.ratio,
         state_delta_src_idxs=np.arange(positions.size),
         state_delta_dst_idxs=ring if ring.size == positions.size else _first(tokens, ring),
         state_persist_src_idxs=persist_src,
         state_persist_dst_idxs=persist_dst,
-        state_read_idxs=_windows(sizes, tokens, streams, write_pos) if closes else _NONE,
-        state_write_idxs=streams * sizes.rows_per_stream + write_pos // sizes.ratio,
+        state_read_idxs=read_idxs,
+        state_write_idxs=write_idxs,
         state_write_pos=write_pos,
-        n_visible=ended // sizes.ratio,
+        n_visible=(positions + 1) // sizes.ratio,
+        num_exposed=max(1, (max(positions.tolist(), default=-1) + 1) // sizes.ratio),
     )
 
 
@@ -192,9 +194,8 @@ def _find(
     tokens: PlanTokens, streams: IntArray, wanted: IntArray
 ) -> tuple[IntArray, BoolArray]:
     """The token of the same stream at each wanted position [b, w], and whether there is one."""
-    owned = tokens.positions[tokens.owner_tokens]
-    span = int(owned.max()) + 2
-    keys = tokens.owner_streams * span + owned
+    span = int(tokens.owner_positions.max()) + 2
+    keys = tokens.owner_streams * span + tokens.owner_positions
     order = keys.argsort()
     keys = keys[order]
     asked = streams[:, None] * span + np.maximum(wanted, -1)

@@ -32,9 +32,8 @@ def validate_tokens(tokens: PlanTokens) -> None:
         at = int(positions.argmin())
         _fail("every", "positions", at, f"{positions[at]} is negative")
     seen: dict[tuple[int, int], int] = {}
-    owned = positions[tokens.owner_tokens].tolist()
     for place, token in zip(
-        zip(tokens.owner_streams.tolist(), owned, strict=True),
+        zip(tokens.owner_streams.tolist(), tokens.owner_positions.tolist(), strict=True),
         tokens.owner_tokens.tolist(),
         strict=True,
     ):

@@ -36,6 +36,7 @@ from cachegraph.tools.conformance.helpers import (
 from cachegraph.tools.conformance.scenario import Compact, CompressorCase, Scenario
 
 PAD = 256
+_LISTS = tuple(name for name in CompressorPlan.__dataclass_fields__ if name != "num_exposed")
 _RAW_LISTS = (
     "write_src_idxs",
     "write_dst_idxs",
@@ -216,9 +217,7 @@ def _compressor(scenario: Scenario, case: CompressorCase) -> dict[str, Any] | No
 
 
 def _plan_lists(plan: CompressorPlan, num_streams: int) -> dict[str, Any]:
-    lists: dict[str, Any] = {
-        name: getattr(plan, name).tolist() for name in CompressorPlan.__dataclass_fields__
-    }
+    lists: dict[str, Any] = {name: getattr(plan, name).tolist() for name in _LISTS}
     highest = max(lists["n_visible"], default=0)
     return lists | {"n_stream": num_streams, "n_kv": max(PAD, -(-highest // PAD) * PAD)}
 
@@ -252,7 +251,7 @@ def _is_valid(sizes: CompressorSizes, plan: CompressorPlan, n_kv: int) -> bool:
 def _reserve(scenario: Scenario, case: CompressorCase) -> dict[str, Any]:
     """Lengths of the largest plan that a batch of this shape can need, as lists of zeros."""
     count = scenario.num_tokens
-    lengths = dict.fromkeys(CompressorPlan.__dataclass_fields__, 0)
+    lengths = dict.fromkeys(_LISTS, 0)
     if count:
         blocks = reserve_blocks(scenario, case.ratio)
         owned = sum(len(owners) for owners in scenario.owners)
