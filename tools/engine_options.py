@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
     from cachegraph.runtime import Engine
+    from cachegraph.runtime.ort import DeviceName
 
 BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", help="Folder that `cachegraph export` wrote.")
@@ -29,4 +30,7 @@ def open_engine(bundle: Path, device: str, threads: int, spinning: bool) -> Engi
     """Load a bundle with the shared options; errors as of `Engine.load`."""
     from cachegraph.runtime import Engine
 
-    return Engine.load(bundle, device=device, threads=threads, spinning=spinning)
+    # pick_device says which names there are
+    return Engine.load(
+        bundle, device=cast("DeviceName", device), threads=threads, spinning=spinning
+    )

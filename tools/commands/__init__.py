@@ -6,4 +6,12 @@ fast and each command asks only for the packages it uses.
 """
 
 # In the order that `cachegraph --help` lists them; tests/tools compares it with the folder.
-COMMANDS: tuple[str, ...] = ("export", "generate", "chat", "logits", "freeze")
+COMMANDS: tuple[str, ...] = (
+    "export",
+    "generate",
+    "chat",
+    "logits",
+    "plan",
+    "inspect",
+    "freeze",
+)

@@ -11,6 +11,7 @@ import typer
 from numpy.typing import NDArray
 
 from cachegraph.models.errors import ConfigError
+from cachegraph.tools.counts import parse_counts
 from cachegraph.tools.engine_options import (
     BundleArgument,
     DeviceOption,
@@ -82,12 +83,7 @@ def parse_chunks(text: str | None, count: int) -> list[int]:
     """Step sizes that add up to `count`; the last size repeats, the final step may be short."""
     if text is None:
         return [count]
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--chunks {text!r}; wanted whole numbers, such as 7,1,64") from None
-    if min(sizes) < 1:
-        raise ConfigError(f"--chunks {text!r}; every size must be 1 or more")
+    sizes = parse_counts("--chunks", text)
     steps: list[int] = []
     for size in chain(sizes, repeat(sizes[-1])):
         left = count - sum(steps)

@@ -1,0 +1,177 @@
+"""How `cachegraph inspect` prints a manifest: for people, and as JSON. Opens no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from cachegraph.models.contract import Dim, Padding, RowLayout, TensorRow
+from cachegraph.models.manifest import GraphFile, Manifest
+from cachegraph.tools.text_table import byte_words, columns
+
+
+def manifest_lines(manifest: Manifest) -> Iterator[str]:
+    """The whole description as text."""
+    yield from _summary(manifest)
+    yield from _memory(manifest)
+    yield from _ladder(manifest)
+    yield ""
+    yield "graph inputs and outputs"
+    rows = [
+        (r.name, _side(r), r.dtype.value, _shape(r.shape), _rule(r), r.meaning)
+        for r in _rows(manifest)
+    ]
+    yield from columns(rows, ("name", "", "dtype", "shape", "padding", "meaning"))
+    yield from _files(manifest)
+
+
+def _summary(manifest: Manifest) -> Iterator[str]:
+    capacity, options = manifest.capacity, manifest.exporter.options
+    config = manifest.config
+    layers = len({cache.layer for cache in manifest.caches})
+    yield f"{manifest.family}: {layers} layers, vocabulary {manifest.vocab_size}"
+    facts = [
+        ("context", f"{capacity.context} tokens in each of {capacity.sequences} sequences"),
+        ("longest step", f"{capacity.max_step} tokens of a sequence in one graph call"),
+        ("positions", manifest.position_rule),
+        ("dialect", f"{options.get('dialect', '?')}, opset {manifest.opset}"),
+        (
+            "weights",
+            f"{options.get('weights', '?')}, accuracy level {manifest.accuracy_level}",
+        ),
+        ("needs", f"ONNX Runtime {manifest.min_onnxruntime} or newer"),
+        ("exported by", f"cachegraph {manifest.exporter.version}"),
+        ("planners", _planner_words(manifest)),
+        (
+            "config",
+            ", ".join(f"{k} {v}" for k, v in config.items() if type(v) in (int, float)),
+        ),
+    ]
+    yield from columns(facts)
+
+
+def _planner_words(manifest: Manifest) -> str:
+    words = [f"raw (window {manifest.planners.raw.window})"]
+    for spec in manifest.planners.compressors:
+        served = " and ".join(kind.value for kind, _ in spec.serves)
+        how = "overlapping" if spec.overlap else "not overlapping"
+        words.append(f"compressor of {served} (ratio {spec.ratio}, {how})")
+    return ", ".join(words)
+
+
+def _memory(manifest: Manifest) -> Iterator[str]:
+    yield ""
+    yield f"cache memory: {byte_words(total_bytes(manifest))}"
+    by_kind, by_layer = cache_bytes(manifest)
+    rows = []
+    for kind, layout in manifest.layouts.items():
+        layers = sum(cache.kind is kind for cache in manifest.caches)
+        rows.append(
+            (kind.value, layers, *_layout_cells(layout), byte_words(by_kind[kind.value]))
+        )
+    header = ("kind", "layers", "rows a sequence", "sequences", "sentinels", "spare", "bytes")
+    yield from columns(rows, header)
+    yield ""
+    layer_rows = [
+        (
+            layer,
+            " ".join(c.kind.value for c in manifest.caches if c.layer == layer),
+            byte_words(n),
+        )
+        for layer, n in by_layer.items()
+    ]
+    yield from columns(layer_rows, ("layer", "caches", "bytes"))
+
+
+def _layout_cells(layout: RowLayout) -> tuple[object, ...]:
+    return layout.rows_per_stream, layout.streams, len(layout.sentinels), layout.spare_rows
+
+
+def cache_bytes(manifest: Manifest) -> tuple[dict[str, int], dict[int, int]]:
+    """Bytes of all caches, by kind and by layer."""
+    by_kind: dict[str, int] = {}
+    by_layer: dict[int, int] = {}
+    for spec in manifest.contract.caches:
+        by_kind[spec.kind.value] = by_kind.get(spec.kind.value, 0) + spec.num_bytes
+        by_layer[spec.layer] = by_layer.get(spec.layer, 0) + spec.num_bytes
+    return by_kind, by_layer
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Bytes of all caches."""
+    return sum(spec.num_bytes for spec in manifest.contract.caches)
+
+
+def _ladder(manifest: Manifest) -> Iterator[str]:
+    rungs = manifest.ladder
+    yield ""
+    yield "ladder: a call is padded up to the next rung of each size"
+    yield from columns(
+        [
+            ("S", _numbers(rungs.streams), "streams"),
+            ("P", _numbers(rungs.steps), "tokens per stream"),
+            (
+                "N",
+                _numbers(rungs.contexts),
+                f"rows of {manifest.planners.context_unit} tokens exposed",
+            ),
+        ]
+    )
+    yield ""
+    yield "dimensions"
+    yield from columns(list(manifest.dimensions.items()))
+
+
+def _numbers(rungs: tuple[int, ...]) -> str:
+    return ", ".join(map(str, rungs))
+
+
+def _rows(manifest: Manifest) -> tuple[TensorRow, ...]:
+    return (*manifest.contract.inputs, *manifest.contract.outputs)
+
+
+def _side(row: TensorRow) -> str:
+    return "out" if row.is_output else "in"
+
+
+def _shape(dims: tuple[Dim, ...]) -> str:
+    return "[" + ", ".join(map(str, dims)) + "]"
+
+
+def _rule(row: TensorRow) -> str:
+    if row.padding is Padding.NONE:
+        return "-"
+    return row.padding.value + (f" of {row.spare_of.value}" if row.spare_of else "")
+
+
+def _files(manifest: Manifest) -> Iterator[str]:
+    yield ""
+    yield "files"
+    weights = manifest.weights
+    rows: list[tuple[str, str]] = [(manifest.template, "template: every size symbolic")]
+    rows += [(graph.file, f"static graph: {_sizes(graph)}") for graph in manifest.graphs]
+    if weights is not None:
+        rows.append(
+            (weights.file, f"{byte_words(weights.num_bytes)}, sha256 {weights.sha256}")
+        )
+    rows += [(name, "tokenizer") for name in manifest.tokenizer]
+    yield from columns(rows)
+    if weights is None:
+        yield "  exported without weights: to inspect, not to run"
+
+
+def _sizes(graph: GraphFile) -> str:
+    bucket = graph.bucket
+    return f"S={bucket.streams} P={bucket.step} N={bucket.context}"
+
+
+def manifest_json(manifest: Manifest) -> Mapping[str, object]:
+    """The manifest itself, and the cache bytes that follow from it."""
+    by_kind, by_layer = cache_bytes(manifest)
+    return {
+        "manifest": manifest.model_dump(mode="json"),
+        "cache_bytes": {
+            "total": total_bytes(manifest),
+            "by_kind": by_kind,
+            "by_layer": {str(layer): count for layer, count in by_layer.items()},
+        },
+    }
