@@ -137,7 +137,9 @@ def _distinct(planner: str, field: str, values: IntArray) -> None:
 
 def _same(planner: str, field: str, got: int, wanted: int) -> None:
     if got != wanted:
-        _fail(planner, field, got, f"has {got} entries, wanted {wanted}")
+        raise PlanError(
+            f"{planner} plan: {field}: has {got} entries, wanted {wanted}; the graph was not run"
+        )
 
 
 def _fail(planner: str, field: str, at: int, fault: str) -> NoReturn:
