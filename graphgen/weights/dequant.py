@@ -30,12 +30,14 @@ SCALE_DTYPES = ("F8_E8M0", "U8", "F32", "BF16")
 FP8_DTYPE = "F8_E4M3"
 FP4_DTYPES = ("I8", "U8")
 
-# e2m1 codes 0..15: bit 3 is the sign. One byte holds two columns, the low nibble first.
+# Tables of every code: a look-up is several times faster than a cast from a small float type.
+_E4M3 = np.arange(256, dtype=np.uint8).view(_FLOATS[FP8_DTYPE]).astype(np.float32)
+# e2m1 codes 0..15: bit 3 is the sign. One byte holds two columns, the low nibble first, so that a
+# byte's two values are one 8-byte word.
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1_CODES = np.concatenate([_E2M1, -_E2M1])
-_E2M1_PAIRS = np.stack(
-    [np.tile(_E2M1_CODES, 16), np.repeat(_E2M1_CODES, 16)], axis=1
-)  # [256, 2]
+_E2M1_PAIRS = np.stack([np.tile(_E2M1_CODES, 16), np.repeat(_E2M1_CODES, 16)], axis=1)
+_E2M1_WORDS = _E2M1_PAIRS.view(np.uint64).ravel()
 
 
 def fp8_grid(rows: int, columns: int) -> tuple[int, int]:
@@ -74,10 +76,10 @@ def dequantize_fp8(data: np.ndarray, scales: np.ndarray, columns: int) -> np.nda
 
     Element (i, j) is e4m3(data[i, j]) * scales[i // 128, j // 128].
     """
-    values = data.reshape(-1, columns).view(_FLOATS[FP8_DTYPE])
-    out = np.empty(values.shape, np.float32)
+    codes = data.reshape(-1, columns)
+    out = np.empty(codes.shape, np.float32)
     for block, band in enumerate(_bands(len(out))):
-        np.copyto(out[band], values[band], casting="unsafe")
+        out[band] = _E4M3[codes[band]]
         out[band] *= np.repeat(scales[block], BLOCK)[:columns]
     return out
 
@@ -90,8 +92,9 @@ def dequantize_fp4(data: np.ndarray, scales: np.ndarray, columns: int) -> np.nda
     """
     pairs = data.reshape(-1, columns // 2)
     out = np.empty((len(pairs), columns), np.float32)
+    words = out.view(np.uint64)
     for band in _bands(len(out)):
-        out[band] = _E2M1_PAIRS[pairs[band]].reshape(-1, columns)
+        words[band] = _E2M1_WORDS[pairs[band]]
         out[band] *= np.repeat(scales[band], GROUP, axis=1)[:, :columns]
     return out
 

@@ -326,10 +326,12 @@ def test_an_unknown_name_is_refused(tmp_path: Path):
 
 
 def test_reading_one_by_one_holds_little_memory(tmp_path: Path):
-    """Peak of reading everything: at most 3 times the largest tensor, whatever its form."""
+    """Peak of reading everything: at most twice the largest tensor, whatever its form.
+
+    The largest is several bands of rows high, so that unpacking it in one go would show.
+    """
     one = {"layer_kinds": (LayerKind.WINDOW,), "num_experts": 1, "experts_per_token": 1}
     for config in (
-        PACKED,
         tiny.tiny_config(**one, hidden_size=600, expert_size=900),  # FP4 is largest
         tiny.tiny_config(**one, hidden_size=90, vocab_size=5000),  # BF16
         tiny.tiny_config(**one, num_heads=30, head_dim=60, q_lora_rank=300),  # FP8
@@ -343,4 +345,4 @@ def test_reading_one_by_one_holds_little_memory(tmp_path: Path):
             checkpoint.read(spec.name)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert peak <= 3 * largest
+        assert peak <= 2 * largest
