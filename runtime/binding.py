@@ -1,8 +1,9 @@
 """Buffers of a step and how they are bound: caches once, in place; plan buffers once per bucket.
 
-A `Binder` is a device: on CPU every OrtValue shares the memory of a numpy array; on CUDA caches stay
-on the device, each plan buffer is refreshed by one copy, and only logits come back. Whoever owns a
-buffer holds the array and the OrtValue together (`Buffer`), so that neither outlives the other.
+A `Binder` is a device: on CPU every OrtValue shares the memory of a numpy array; on CUDA caches
+stay on the device, each plan buffer is refreshed by one copy, and only logits come back. Whoever
+owns a buffer holds the array and the OrtValue together (`Buffer`), so that neither outlives the
+other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.contract import CacheSpec, Contract, Role
-from cachegraph.models.errors import CapacityError, UsageError
+from cachegraph.models.errors import CapacityError, ContractError, UsageError
 
 Array = NDArray[Any]
 
@@ -32,7 +33,7 @@ class Binder(Protocol):
     """A device that holds buffers."""
 
     def cache(self, initial: Array) -> Buffer:
-        """A cache buffer on the device that holds `initial`."""
+        """A cache buffer on the device that holds `initial`, a plain array (`check_plain`)."""
 
     def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """A buffer that the host writes (plans) or reads (logits)."""
@@ -66,8 +67,8 @@ class CpuBinder:
         return buffer.array
 
     def _share(self, array: Array) -> Buffer:
+        check_plain(array)
         value = self._ort.OrtValue.ortvalue_from_numpy(array)
-        # A non-contiguous array would be copied without a word.
         if array.size and value.data_ptr() != array.ctypes.data:
             raise UsageError("ONNX Runtime copied a buffer instead of sharing it")
         return Buffer(array=array, value=value)
@@ -82,6 +83,7 @@ class CudaBinder:
 
     def cache(self, initial: Array) -> Buffer:
         """A device buffer, filled once; the host array is not kept in step with it."""
+        check_plain(initial)
         buffer = self.host(initial.shape, initial.dtype)
         buffer.value.update_inplace(initial)
         return Buffer(array=initial[:0], value=buffer.value)
@@ -104,6 +106,26 @@ class CudaBinder:
         return array
 
 
+def check_plain(array: Array) -> None:
+    """UsageError unless the array can be shared: C-contiguous, aligned, writeable, native order.
+
+    ONNX Runtime copies other layouts without a word, and writes into read-only memory.
+    """
+    flags = array.flags
+    facts = {
+        "C-contiguous": flags.c_contiguous,
+        "aligned": flags.aligned,
+        "writeable": flags.writeable,
+        "in native byte order": array.dtype.isnative,
+    }
+    faults = [fact for fact, holds in facts.items() if not holds]
+    if faults:
+        raise UsageError(
+            f"a buffer of shape {array.shape} and {array.dtype} is not {' nor '.join(faults)}; "
+            "bind a copy made by numpy.array(..., order='C')"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundCall:
     """One bucket, bound: host buffers by contract name and the result rows."""
@@ -122,11 +144,20 @@ class BoundCall:
 def allocate_caches(
     binder: Binder, contract: Contract, initial: Mapping[str, Array]
 ) -> dict[str, Buffer]:
-    """All caches by contract name; CapacityError names the one that could not be had."""
+    """All caches by contract name; CapacityError names the one that could not be had.
+
+    ContractError where an array is not of the shape and type that the contract gives the cache.
+    """
     buffers: dict[str, Buffer] = {}
     for spec in contract.caches:
+        array = initial[spec.name]
+        if array.shape != spec.shape or array.dtype != spec.dtype.numpy:
+            raise ContractError(
+                f"{spec.name}: got shape {array.shape} of {array.dtype}, the contract wants "
+                f"{spec.shape} of {spec.dtype.value}"
+            )
         try:
-            buffers[spec.name] = binder.cache(initial[spec.name])
+            buffers[spec.name] = binder.cache(array)
         except MemoryError as error:
             raise no_memory(spec) from error
     return buffers

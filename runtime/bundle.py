@@ -20,7 +20,9 @@ def open_bundle(folder: Path) -> tuple[Path, Manifest]:
     folder = folder.resolve()
     manifest = read_manifest(folder)
     if not (folder / manifest.template).is_file():
-        raise ContractError(f"{folder}: {manifest.template} is missing; export the bundle again")
+        raise ContractError(
+            f"{folder}: {manifest.template} is missing; export the bundle again"
+        )
     if manifest.weights is None:
         raise ContractError(
             f"{folder} was exported without weights and can only be inspected; export a "

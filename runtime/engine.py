@@ -26,7 +26,6 @@ from cachegraph.runtime.batch import Batch, check_batch
 from cachegraph.runtime.binding import (
     Binder,
     BoundCall,
-    Buffer,
     CpuBinder,
     CudaBinder,
     allocate_caches,
@@ -39,6 +38,7 @@ from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, initial_caches, memory_report
 from cachegraph.runtime.ort import (
     DeviceName,
+    Optimization,
     SessionOptions,
     load_onnxruntime,
     open_session,
@@ -89,11 +89,12 @@ class Engine:
         device: DeviceName = "auto",
         threads: int = 0,
         spinning: bool = True,
-        optimization: str = "all",
+        optimization: Optimization = "all",
     ) -> Engine:
         """Open a bundle.
 
         Args:
+            bundle: the folder that an export wrote.
             device: auto takes CUDA where ONNX Runtime offers it; cuda without one is an error.
             threads: of one graph call; 0 leaves the choice to ONNX Runtime.
             spinning: whether idle threads burn CPU to answer sooner.
@@ -104,9 +105,7 @@ class Engine:
         """
         folder, manifest = open_bundle(Path(bundle))
         ort = load_onnxruntime()
-        options = SessionOptions(
-            threads=threads, spinning=spinning, optimization=optimization
-        )
+        options = SessionOptions(threads=threads, spinning=spinning, optimization=optimization)
         where = pick_device(ort, device)
         session = open_session(ort, folder, manifest, where, options)
         binder: Binder = CpuBinder(ort) if where == "cpu" else CudaBinder(ort)
@@ -130,6 +129,7 @@ class Engine:
 
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""
+        self._check_open()
         self._check_seq(seq_id)
         return self._cells.next_position(seq_id)
 
@@ -171,7 +171,8 @@ class Engine:
         batch = Batch.of(
             tokens, np.arange(start, start + count), [seq_id] * count, logits=wanted
         )
-        return self.decode(batch, progress)[0]
+        logits: Logits = self.decode(batch, progress)[0]
+        return logits
 
     def generate(
         self,
@@ -302,7 +303,9 @@ class Engine:
     def _in_use(self) -> Iterator[None]:
         self._check_open()
         if not self._lock.acquire(blocking=False):
-            raise UsageError("this engine is in use by another thread; use one engine a thread")
+            raise UsageError(
+                "this engine is in use by another thread; use one engine a thread"
+            )
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -64,12 +65,17 @@ class Decoder(Protocol):
     manifest: Manifest
 
     @property
-    def num_sequences(self) -> int: ...
-    def length(self, seq_id: int) -> int: ...
-    def clear(self, seq_id: int | None = None) -> None: ...
-    def decode(
-        self, batch: Batch, progress: Progress | None = None
-    ) -> NDArray[np.float32]: ...
+    def num_sequences(self) -> int:
+        """Sequences 0 to n-1 exist."""
+
+    def length(self, seq_id: int) -> int:
+        """Tokens that a sequence holds."""
+
+    def clear(self, seq_id: int | None = None) -> None:
+        """Forget a sequence."""
+
+    def decode(self, batch: Batch, progress: Progress | None = None) -> NDArray[np.float32]:
+        """A row of logits for each token that wants them, in the batch's order."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,10 +106,9 @@ def generate(
     CapacityError for one that fills the context, UsageError where no sequence is free.
     """
     _check(engine, prompts, options, codec)
-    free = deque(s for s in range(engine.num_sequences) if engine.length(s) == 0)
-    if not free:
-        raise UsageError("no sequence is free; clear one, or export with more --sequences")
-    return _stream(engine, prompts, options, codec, progress, free)
+    if prompts:
+        _free(engine)
+    return _stream(engine, prompts, options, codec, progress)
 
 
 def _stream(
@@ -112,15 +117,15 @@ def _stream(
     options: GenerateOptions,
     codec: TextCodec | None,
     progress: Progress | None,
-    free: deque[int],
 ) -> Iterator[Event]:
     waiting = deque(range(len(prompts)))
     running: list[_Run] = []
     try:
         while waiting or running:
+            free = _free(engine, is_needed=not running) if waiting else []
             fresh = [
-                _start(engine, waiting.popleft(), free.popleft(), prompts, options, codec)
-                for _ in range(min(len(waiting), len(free)))
+                _start(engine, waiting.popleft(), seq_id, prompts, options, codec)
+                for seq_id in free[: len(waiting)]
             ]
             batch = _batch(engine, running, fresh)
             running += fresh
@@ -130,11 +135,19 @@ def _stream(
                 if event.finish is not None:
                     running.remove(run)
                     engine.clear(run.seq_id)
-                    free.append(run.seq_id)
                 yield event
     finally:
-        for run in running:
-            engine.clear(run.seq_id)
+        with suppress(UsageError):  # an engine that was closed first holds nothing
+            for run in running:
+                engine.clear(run.seq_id)
+
+
+def _free(engine: Decoder, is_needed: bool = True) -> list[int]:
+    """Sequences that hold nothing, asked anew each time: the caller may use others meanwhile."""
+    free = [seq for seq in range(engine.num_sequences) if engine.length(seq) == 0]
+    if is_needed and not free:
+        raise UsageError("no sequence is free; clear one, or export with more --sequences")
+    return free
 
 
 def _check(
@@ -177,7 +190,10 @@ def _start(
 
 def _batch(engine: Decoder, running: Sequence[_Run], fresh: Sequence[_Run]) -> Batch:
     """The newest token of every running prompt, then the whole of every fresh one."""
-    tokens, positions, owners, wanted = [], [], [], []
+    tokens: list[int] = []
+    positions: list[int] = []
+    owners: list[int] = []
+    wanted: list[bool] = []
     for run in (*running, *fresh):
         new = run.history if run.produced == 0 else run.history[-1:]
         start = engine.length(run.seq_id)
@@ -207,9 +223,7 @@ def _advance(
     return Event(prompt=run.prompt, choice=choice, text=text, finish=finish)
 
 
-def _finish(
-    engine: Decoder, run: _Run, token: int, options: GenerateOptions
-) -> Finish | None:
+def _finish(engine: Decoder, run: _Run, token: int, options: GenerateOptions) -> Finish | None:
     if token in engine.manifest.eos_token_ids and not options.ignore_eos:
         return "eos"
     if run.produced == options.max_tokens:

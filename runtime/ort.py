@@ -8,9 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from cachegraph.models.errors import ContractError, DependencyError, DeviceError
+from cachegraph.models.contract import Contract, Dim, TensorRow
+from cachegraph.models.errors import (
+    ConfigError,
+    ContractError,
+    DependencyError,
+    DeviceError,
+)
 from cachegraph.models.manifest import Manifest
 
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -32,6 +38,13 @@ class SessionOptions:
     threads: int = 0
     spinning: bool = True
     optimization: Optimization = "all"
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads}; it must be 0 or more")
+        if self.optimization not in get_args(Optimization):
+            levels = ", ".join(get_args(Optimization))
+            raise ConfigError(f"no optimization {self.optimization!r}; there are {levels}")
 
 
 def load_onnxruntime() -> Any:
@@ -90,7 +103,35 @@ def open_session(
             "check that the GPU libraries of ONNX Runtime are installed"
         )
     check_placement(session, provider)
+    check_contract(session, manifest.contract)
     return session
+
+
+def check_contract(session: Any, contract: Contract) -> None:
+    """ContractError that names the first tensor in which the graph and the manifest differ."""
+    sides = (
+        (session.get_inputs(), contract.inputs),
+        (session.get_outputs(), contract.outputs),
+    )
+    for found, rows in sides:
+        graph = {arg.name: (arg.type, tuple(arg.shape)) for arg in found}
+        wanted = {row.name: (_type_name(row), row.shape) for row in rows}
+        for name in {**wanted, **graph}:
+            if graph.get(name) != wanted.get(name):
+                raise ContractError(
+                    f"{name}: the graph has {_tensor_words(graph.get(name))}, the manifest says "
+                    f"{_tensor_words(wanted.get(name))}; export the bundle again"
+                )
+
+
+def _type_name(row: TensorRow) -> str:
+    """ONNX Runtime's name of an element type."""
+    short = {"float32": "float"}
+    return f"tensor({short.get(row.dtype.value, row.dtype.value)})"
+
+
+def _tensor_words(tensor: tuple[str, tuple[Dim, ...]] | None) -> str:
+    return "no such tensor" if tensor is None else f"{tensor[0]} of {list(tensor[1])}"
 
 
 def check_placement(session: Any, provider: str) -> None:
@@ -140,7 +181,9 @@ def _check_version(ort: Any, manifest: Manifest) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    digits = ("".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split("."))
+    digits = (
+        "".join(c for c in part if c.isdigit()) for part in text.split("+")[0].split(".")
+    )
     return tuple(int(part or 0) for part in digits)[:3]
 
 
