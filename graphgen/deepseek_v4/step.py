@@ -103,11 +103,11 @@ def _constant(op: OpBuilder, array: np.ndarray, name: str) -> ir.Value:
 def _frequencies(op: OpBuilder, config: DeepseekV4Config) -> dict[LayerKind, ir.Value]:
     """[1, rope] inverse frequencies of each layer kind, shared where the RoPE is the same."""
     by_rope = {}
-    for rope in {config.rope(kind) for kind in config.layer_kinds}:
+    for rope in dict.fromkeys(config.rope(kind) for kind in config.layer_kinds):
         pairs = inverse_frequencies(rope, config.rope_head_dim)
         name = f"rope_frequencies_{rope.theta:g}_{rope.factor:g}"
         by_rope[rope] = _constant(op, np.repeat(pairs, 2)[None, :], name)
-    return {kind: by_rope[config.rope(kind)] for kind in set(config.layer_kinds)}
+    return {kind: by_rope[config.rope(kind)] for kind in dict.fromkeys(config.layer_kinds)}
 
 
 def _rope_sets(
