@@ -14,4 +14,5 @@ COMMANDS: tuple[str, ...] = (
     "plan",
     "inspect",
     "freeze",
+    "bench",
 )

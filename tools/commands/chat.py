@@ -51,7 +51,7 @@ def command(
     with open_engine(bundle, device, threads, spinning) as engine:
         if engine.codec is None:
             raise ConfigError(f"{bundle} has no tokenizer; chat needs one")
-        chat = ChatTemplate.of(engine.codec, template)
+        chat = ChatTemplate.load(engine.codec, template)
         messages = [{"role": "system", "content": system}] if system else []
         while (line := _ask()) is not None:
             messages.append({"role": "user", "content": line})

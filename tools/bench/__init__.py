@@ -1,0 +1,1 @@
+"""Measured figures: models to measure, peers to compare with, tables to write down."""

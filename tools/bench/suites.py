@@ -1,0 +1,125 @@
+"""The suites of `cachegraph bench`: which models, which programs, which tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from cachegraph.models.shipped import resolve
+from cachegraph.tools.bench.models import medium_checkpoint, medium_config
+from cachegraph.tools.bench.speed import compare, context_ratio
+from cachegraph.tools.bench.tables import context_table, speed_table
+from cachegraph.tools.bench.workers import Worker
+
+SHIPPED = "tiny:deepseek_v4"
+PEER = "transformers"
+SHORT_CONTEXT, LONG_CONTEXT = 1024, 16384
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bench:
+    """Settings that all suites share."""
+
+    work: Path
+    threads: int
+    repeats: int
+    device: str
+    with_peers: bool
+    weights: tuple[str, ...]
+    report: Callable[[str], None]
+
+    def run(self, suite: str, stack: ExitStack) -> tuple[str, list[str]]:
+        """Title and Markdown lines of one suite. Workers end with the stack."""
+        suites = {
+            "shipped": self._shipped,
+            "medium": self._medium,
+            "context": self._context,
+        }
+        return suites[suite](stack)
+
+    def _shipped(self, stack: ExitStack) -> tuple[str, list[str]]:
+        checkpoint = resolve(SHIPPED)
+        workers = {
+            f"cachegraph {dialect} {weights}": self._ours(stack, checkpoint, dialect, weights)
+            for dialect in ("ort", "portable")
+            for weights in ("f32", "int8")
+        }
+        workers |= self._peer(stack, checkpoint)
+        speeds = compare(
+            workers,
+            vocab_size=1024,
+            context=512,
+            block=64,
+            repeats=self.repeats,
+            report=self.report,
+        )
+        title = "Shipped model (3.2M parameters), `cachegraph bench --suite shipped`"
+        return title, speed_table(speeds, PEER)
+
+    def _medium(self, stack: ExitStack) -> tuple[str, list[str]]:
+        checkpoint = medium_checkpoint(self.work / "medium")
+        workers = {
+            f"cachegraph ort {weights}": self._ours(stack, checkpoint, "ort", weights)
+            for weights in self.weights
+        }
+        workers |= self._peer(stack, checkpoint)
+        speeds = compare(
+            workers,
+            vocab_size=medium_config().vocab_size,
+            context=512,
+            block=16,
+            repeats=self.repeats,
+            report=self.report,
+        )
+        title = "690M-parameter random model, `cachegraph bench --suite medium`"
+        return title, speed_table(speeds, PEER)
+
+    def _context(self, stack: ExitStack) -> tuple[str, list[str]]:
+        checkpoint = medium_checkpoint(self.work / "medium")
+        times = {}
+        for weights in self.weights:
+            with ExitStack() as one:
+                worker = self._ours(one, checkpoint, "ort", weights, sequences=2)
+                times[f"ort {weights}"] = context_ratio(
+                    worker,
+                    vocab_size=medium_config().vocab_size,
+                    contexts=(SHORT_CONTEXT, LONG_CONTEXT),
+                    block=8,
+                    repeats=self.repeats,
+                    report=self.report,
+                )
+        title = "Step time by context, 690M model, `cachegraph bench --suite context`"
+        return title, context_table(times)
+
+    def _ours(
+        self,
+        stack: ExitStack,
+        checkpoint: Path,
+        dialect: str,
+        weights: str,
+        sequences: int = 1,
+    ) -> Worker:
+        from cachegraph.graphgen import ExportOptions, export
+        from cachegraph.graphgen.options import Dialect, WeightType
+        from cachegraph.models.capacity import Capacity
+
+        context = LONG_CONTEXT + 512 if sequences > 1 else 2048
+        name = f"{checkpoint.name}_{dialect}_{weights}_{context}_{sequences}"
+        bundle = self.work / name
+        options = ExportOptions(
+            dialect=Dialect(dialect),
+            weights=WeightType(weights),
+            capacity=Capacity(context=context, sequences=sequences),
+        )
+        self.report(f"exporting {name}")
+        export(checkpoint, bundle, options, static=[], overwrite=True)
+        arguments = {"bundle": str(bundle), "threads": self.threads, "device": self.device}
+        return stack.enter_context(Worker("ours", arguments))
+
+    def _peer(self, stack: ExitStack, checkpoint: Path) -> dict[str, Worker]:
+        if not self.with_peers:
+            return {}
+        arguments = {"checkpoint": str(checkpoint), "threads": self.threads}
+        return {PEER: stack.enter_context(Worker(PEER, arguments))}

@@ -1,0 +1,188 @@
+"""One measured program each in a process of its own, so that no thread pool disturbs another.
+
+The parent asks a worker for one repetition at a time and can so take turns between programs; what a
+worker holds (a model, caches) stays loaded between repetitions. transformers is imported in its own
+worker only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cachegraph.models.errors import CachegraphError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Seconds of one repetition, and how much of it was not the graph call (ours only)."""
+
+    seconds: float
+    host_seconds: float = 0.0
+
+
+class Program(Protocol):
+    """What is measured: a text is read, then tokens are decoded one by one."""
+
+    def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:
+        """Forget the sequence and read `tokens`."""
+
+    def decode(self, seq_id: int, count: int) -> Timing:
+        """Decode `count` tokens, each the best one after the last."""
+
+
+class _TimedSession:
+    """Adds up the time of graph calls."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.seconds = 0.0
+
+    def run_with_iobinding(self, binding: Any) -> None:
+        start = time.perf_counter()
+        self._session.run_with_iobinding(binding)
+        self.seconds += time.perf_counter() - start
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+
+class OurProgram:
+    """A bundle on the engine."""
+
+    def __init__(self, bundle: str, threads: int, device: str) -> None:
+        from cachegraph.runtime import Engine
+
+        self._engine = Engine.load(bundle, threads=threads, device=device)  # type: ignore[arg-type]
+        self._session = _TimedSession(self._engine._session)
+        self._engine._session = self._session
+        self._next = dict.fromkeys(range(self._engine.num_sequences), 0)
+
+    def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:
+        self._engine.clear(seq_id)
+        return self._timed(lambda: self._read(seq_id, tokens))
+
+    def decode(self, seq_id: int, count: int) -> Timing:
+        def run() -> None:
+            for _ in range(count):
+                self._read(seq_id, np.array([self._next[seq_id]]))
+
+        return self._timed(run)
+
+    def _read(self, seq_id: int, tokens: NDArray[np.int64]) -> None:
+        self._next[seq_id] = int(self._engine.prefill(tokens, seq_id).argmax())
+
+    def _timed(self, work: Any) -> Timing:
+        self._session.seconds = 0.0
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        return Timing(seconds=seconds, host_seconds=seconds - self._session.seconds)
+
+
+class TransformersProgram:
+    """The same checkpoint in transformers, eager, f32, with its own cache."""
+
+    def __init__(self, checkpoint: str, threads: int) -> None:
+        import torch
+        from transformers import DeepseekV4ForCausalLM
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model = DeepseekV4ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self._model.eval()
+        self._state: dict[int, tuple[Any, int]] = {}
+
+    def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:
+        return self._timed(lambda: self._read(seq_id, tokens.tolist(), None))
+
+    def decode(self, seq_id: int, count: int) -> Timing:
+        def run() -> None:
+            for _ in range(count):
+                cache, token = self._state[seq_id]
+                self._read(seq_id, [token], cache)
+
+        return self._timed(run)
+
+    def _read(self, seq_id: int, tokens: list[int], cache: Any) -> None:
+        with self._torch.inference_mode():
+            out = self._model(
+                self._torch.tensor([tokens]), cache=cache, use_cache=True, logits_to_keep=1
+            )
+        self._state[seq_id] = (out.cache, int(out.logits[0, -1].argmax()))
+
+    def _timed(self, work: Any) -> Timing:
+        start = time.perf_counter()
+        work()
+        return Timing(seconds=time.perf_counter() - start)
+
+
+_PROGRAMS = {"ours": OurProgram, "transformers": TransformersProgram}
+
+
+class Worker:
+    """A program in its own process. A context manager: leaving it ends the process."""
+
+    def __init__(self, program: str, arguments: Mapping[str, Any]) -> None:
+        spawn = get_context("spawn")
+        self._here, there = spawn.Pipe()
+        self._process = spawn.Process(
+            target=_serve, args=(there, program, dict(arguments)), daemon=True
+        )
+        self._process.start()
+        there.close()
+        self._receive()
+
+    def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:
+        """As of `Program`."""
+        return self._ask("prefill", seq_id, tokens)
+
+    def decode(self, seq_id: int, count: int) -> Timing:
+        """As of `Program`."""
+        return self._ask("decode", seq_id, count)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._here.close()
+        self._process.join(timeout=10)
+        self._process.kill()
+
+    def _ask(self, *call: Any) -> Timing:
+        self._here.send(call)
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            answer = self._here.recv()
+        except EOFError:
+            raise CachegraphError("a bench worker ended early; see its output above") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(pipe: Connection, program: str, arguments: dict[str, Any]) -> None:
+    try:
+        held = _PROGRAMS[program](**arguments)
+        pipe.send(None)
+    except Exception as error:
+        pipe.send(CachegraphError(f"{program}: {error}"))
+        return
+    while True:
+        try:
+            method, *rest = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(getattr(held, method)(*rest))
+        except Exception as error:
+            pipe.send(CachegraphError(f"{program}: {error}"))
