@@ -19,7 +19,8 @@ def test_plain_frequencies():
     frequencies = inverse_frequencies(Rope(theta=10000.0), 6)
     assert frequencies.dtype == np.float32
     wanted = [1.0, 10000 ** (-2 / 6), 10000 ** (-4 / 6)]
-    np.testing.assert_allclose(frequencies, wanted, rtol=1e-7)
+    # The exponent is rounded to float32 too: ln(theta) times its rounding may be lost.
+    np.testing.assert_allclose(frequencies, wanted, rtol=math.log(10000) * 2**-24)
 
 
 def test_the_ramp_of_flash_runs_from_pair_15_to_pair_25():
