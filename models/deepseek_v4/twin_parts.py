@@ -144,13 +144,13 @@ def hyper_weights(
 
 def hyper_input(weights: HyperWeights, streams: Floats) -> Floats:
     """What the site sees: the streams [T, M, D] summed by pre, [T, D]."""
-    return np.einsum("tm,tmd->td", weights.pre, streams)
+    return np.asarray(np.einsum("tm,tmd->td", weights.pre, streams))
 
 
 def hyper_output(weights: HyperWeights, streams: Floats, out: Floats) -> Floats:
     """New streams [T, M, D]: the site's output [T, D] by post, the old streams by comb."""
     kept = np.einsum("tjk,tjd->tkd", weights.comb, streams)
-    return weights.post[:, :, None] * out[:, None, :] + kept
+    return np.asarray(weights.post[:, :, None] * out[:, None, :] + kept)
 
 
 def hyper_head(config: DeepseekV4Config, tensors: Tensors, streams: Floats) -> Floats:
@@ -158,7 +158,7 @@ def hyper_head(config: DeepseekV4Config, tensors: Tensors, streams: Floats) -> F
     flat = rms_norm(streams.reshape(len(streams), -1), config.rms_norm_eps)
     mixes = flat @ tensors.floats("hc_head_fn").T
     scaled = mixes * tensors.floats("hc_head_scale") + tensors.floats("hc_head_base")
-    return np.einsum("tm,tmd->td", sigmoid(scaled) + config.hc_eps, streams)
+    return np.asarray(np.einsum("tm,tmd->td", sigmoid(scaled) + config.hc_eps, streams))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
