@@ -114,5 +114,4 @@ class CellTable:
 
 def _place(positions: IntArray, members: BoolArray, reservation: Reservation) -> None:
     positions[reservation.rows] = reservation.positions
-    members[:, reservation.rows] = False
     members[reservation.sequences, reservation.rows] = True

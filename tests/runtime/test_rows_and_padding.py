@@ -207,6 +207,23 @@ def test_rule_8_a_wrong_raw_plan_names_field_position_and_bound(
         validate_raw(raw, view, plan.ubatch.positions, num_rows=world.sizes.raw_rows)
 
 
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([31, 32], r"csa plan: n_visible\[1\]: 11 is outside 0 to 10"),
+        ([6, 6], r"raw plan: write_idxs\[1\]: row 6 is written twice"),
+    ],
+)
+def test_rule_8_a_step_plan_is_a_valid_one(
+    world: World, positions: list[int], message: str
+) -> None:
+    """What the batch checker would have refused: past the context, and a repeat."""
+    (part,) = split_batch(Batch.of([1, 1], [6, 7]), world.ladder)
+    part = dataclasses.replace(part, positions=np.array(positions))
+    with pytest.raises(PlanError, match=message):
+        plan_step(world.sizes, world.cells, part)
+
+
 def test_rule_8_caches_of_one_plan_agree_in_their_rows(world: World) -> None:
     def resized(cache: Any) -> Any:
         layout = dataclasses.replace(cache.layout, rows_per_stream=9)

@@ -101,6 +101,7 @@ class PlanModel:
         assert reads.max() < live
         real = {token.row // shape[1] for token in tokens}
         assert [s for s in range(shape[0]) if counts[s]] == sorted(real)
+        assert not any(held[s, counts[s] :].any() for s in range(shape[0]))
         for token in tokens:
             stream = token.row // shape[1]
             count = counts[stream]
