@@ -22,7 +22,12 @@ class CacheOps:
     write: RowWrite = RowWrite.ND
 
     def read_rows(
-        self, op: OpBuilder, cache: ir.Value, idxs: ir.Value, width: int, lead: ir.Value
+        self,
+        op: OpBuilder,
+        cache: ir.Value,
+        idxs: ir.Value,
+        width: int,
+        lead: ir.Value | list[int],
     ) -> ir.Value:
         """Rows of `cache` [rows, width] at `idxs` (any shape) -> idxs.shape + [width].
 

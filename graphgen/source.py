@@ -17,8 +17,8 @@ from cachegraph.models.planner_specs import PlannerSpecs
 class ModelSource:
     """One model ready to be built.
 
-    emit: adds the model's nodes to a graph. open_read: opens the checkpoint and returns the function
-    that reads one tensor as f32 (or int64).
+    emit: adds the model's nodes to a graph. open_read: opens the checkpoint and returns the
+    function that reads one tensor as f32 (or int64).
     """
 
     family: str

@@ -46,7 +46,9 @@ def build_template(emit: Emit, contract: Contract, *, name: str, opset: int) -> 
     outputs = emit(builder.op, contract, inputs)
     for row in contract.outputs:
         if row.name not in outputs:
-            raise GraphBuildError(f"the model emitted no {row.name!r}, which the contract lists")
+            raise GraphBuildError(
+                f"the model emitted no {row.name!r}, which the contract lists"
+            )
         builder.add_output(_typed(outputs[row.name], row), row.name)
     _drop_unused_domains(graph)
     weights = [v for v in graph.initializers.values() if isinstance(v, Weight)]

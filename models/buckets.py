@@ -98,4 +98,4 @@ def doubling(first: int, limit: int) -> tuple[int, ...]:
 
 def capped_doubling(limit: int) -> tuple[int, ...]:
     """1, 2, 4, ... and limit itself last."""
-    return tuple(r for r in doubling(1, limit) if r < limit) + (limit,)
+    return (*(r for r in doubling(1, limit) if r < limit), limit)

@@ -59,7 +59,9 @@ class Padding(StrEnum):
     NONE = "none"  # has no tail
     ZERO = "zero"  # 0: a count, a position, or an entry that a count hides
     LAST = "last"  # repeats the last valid entry (of the same stream where there are streams)
-    SPARE = "spare"  # one spare row of the cache group each, so that scatter targets are unique
+    SPARE = (
+        "spare"  # one spare row of the cache group each, so that scatter targets are unique
+    )
     SENTINEL = "sentinel"  # the zero sentinel of the cache group: kv 0, score 0
 
 

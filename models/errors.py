@@ -1,7 +1,7 @@
 """Every error that cachegraph raises on purpose.
 
 CachegraphError
-├── ConfigError         a config.json, an option or a preset is not one we can build (also ValueError)
+├── ConfigError         a config.json, option or preset is not one we can build (also ValueError)
 ├── CheckpointError     weights are missing, unexpected, mis-shaped or damaged (also ValueError)
 ├── ContractError       a manifest, a graph and a session disagree (also ValueError)
 ├── BatchError          a batch breaks the rules of its family (also ValueError)

@@ -1,7 +1,7 @@
 """Names of the plan inputs and of the sentinel rows, shared by every family.
 
-A family's contract gives them shapes and padding rules; the builder and the planners address them by
-the fields of these tuples, so that no tensor name is typed twice.
+A family's contract gives them shapes and padding rules; the builder and the planners address them
+by the fields of these tuples, so that no tensor name is typed twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the planners of a bundle must know, and the dimensions of a call that follow from it.
 
-A manifest carries these specs; a runtime plans and sizes every call from them alone, without knowing
-the family. Pure arithmetic.
+A manifest carries these specs; a runtime plans and sizes every call from them alone, without
+knowing the family. Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random DeepSeek-V4 checkpoints: for benchmarks and tests, at any size, without torch.
 
-Owns the scale of the numbers: logits of order 1, no constant parameter anywhere, so that exact score
-ties do not happen. Loads in transformers 5.24.
+Owns the scale of the numbers: logits of order 1, no constant parameter anywhere, so that exact
+score ties do not happen. Loads in transformers 5.24.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def write_checkpoint(folder: Path, config: DeepseekV4Config, *, seed: int, dtype
     text = json.dumps(config_json(config), indent=1)
     (folder / "config.json").write_text(text, encoding="utf-8")
     specs = tensor_table(config)
-    header, position = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
     for spec in specs:
         form, numpy_dtype = _storage(spec, dtype)
         size = int(np.prod(spec.shape)) * numpy_dtype.itemsize
@@ -78,8 +79,10 @@ def _values(
 
 
 def config_json(config: DeepseekV4Config) -> dict[str, object]:
-    """config.json of a config: in published form where the ratios are 4 and 128, else in the form
-    that transformers writes (which alone can say other ratios)."""
+    """config.json of a config: in published form where the ratios are 4 and 128.
+
+    Otherwise in the form that transformers writes, which alone can say other ratios.
+    """
     is_published = (config.csa_ratio, config.hca_ratio) == (4, 128)
     form = _published(config) if is_published else _transformers(config)
     renamed = {
@@ -128,11 +131,14 @@ def _published(config: DeepseekV4Config) -> dict[str, object]:
 
 
 def _transformers(config: DeepseekV4Config) -> dict[str, object]:
-    types = {LayerKind.WINDOW: "sliding_attention", LayerKind.CSA: "compressed_sparse_attention"}
+    types = {
+        LayerKind.WINDOW: "sliding_attention",
+        LayerKind.CSA: "compressed_sparse_attention",
+    }
     types[LayerKind.HCA] = "heavily_compressed_attention"
     hashed = config.num_hash_layers
     factor = config.rope_head_dim / config.head_dim
-    ropes = {}
+    ropes: dict[str, dict[str, object]] = {}
     for name, rope in (("main", config.rope_main), ("compress", config.rope_compress)):
         ropes[name] = {"rope_theta": rope.theta, "partial_rotary_factor": factor}
         is_yarn = rope.factor != 1.0
@@ -141,7 +147,10 @@ def _transformers(config: DeepseekV4Config) -> dict[str, object]:
     return {
         "layer_types": [types[kind] for kind in config.layer_kinds],
         "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (config.num_layers - hashed),
-        "compress_rates": {types[LayerKind.CSA]: config.csa_ratio, types[LayerKind.HCA]: config.hca_ratio},
+        "compress_rates": {
+            types[LayerKind.CSA]: config.csa_ratio,
+            types[LayerKind.HCA]: config.hca_ratio,
+        },
         "partial_rotary_factor": factor,
         "rope_parameters": ropes,
     }

@@ -7,6 +7,7 @@ only from the written caches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +19,7 @@ from cachegraph.graphgen.deepseek_v4.compressor import Compressor
 from cachegraph.graphgen.deepseek_v4.indexer import Indexer
 from cachegraph.graphgen.deepseek_v4.output import GroupedOutput
 from cachegraph.graphgen.deepseek_v4.step import MASKED, CompressorStep, StepValues
-from cachegraph.graphgen.layers.linear import FloatLinear, linear
+from cachegraph.graphgen.layers.linear import FloatLinear, Matrix, linear
 from cachegraph.graphgen.layers.norm import RMSNorm, rms_norm
 from cachegraph.graphgen.layers.rope import rotate
 from cachegraph.graphgen.options import ExportOptions, Select
@@ -38,6 +39,19 @@ _COMPRESSOR_PATH = {
     CacheKind.HCA: "compressor",
     CacheKind.LID: "indexer.compressor",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Rows that queries attend to: [S, n, hd] shared by a stream, or [T, n, hd].
+
+    bias: added to the scores, broadcast to [T, H, n]. size: n, a list or an int64 vector [1].
+    """
+
+    rows: ir.Value
+    bias: ir.Value
+    size: ir.Value | list[int]
+    is_shared: bool
 
 
 class Attention(nn.Module):
@@ -84,7 +98,11 @@ class Attention(nn.Module):
             self.compressor_in = FloatLinear(matrix, self.config.hidden_size, size)
 
     def forward(
-        self, op: OpBuilder, x: ir.Value, values: StepValues, caches: Mapping[CacheKind, ir.Value]
+        self,
+        op: OpBuilder,
+        x: ir.Value,
+        values: StepValues,
+        caches: Mapping[CacheKind, ir.Value],
     ) -> tuple[ir.Value, Caches]:
         """x [T, D] -> output [T, D] and the layer's updated caches by kind."""
         config, ropes = self.config, values.ropes[self.kind]
@@ -150,73 +168,60 @@ class Attention(nn.Module):
         raw = self.ops.read_rows(
             op, written[CacheKind.RAW], values.raw.read_idxs, width, lead
         )  # [S, W, hd]
-        sources = [(raw, values.raw_bias, values.num_raw, True)]
+        sources = [_Source(raw, values.raw_bias, values.num_raw, True)]
         if self.kind is LayerKind.HCA:
-            sources.append(self._shared(op, CacheKind.HCA, values, written))
+            bias = op.Unsqueeze(values.compressors[CacheKind.HCA].bias, [1])
+            sources.append(self._shared(op, CacheKind.HCA, bias, values, written))
         if columns is not None:
             pick = self._gathered if self.select is Select.GATHER else self._masked
             sources.append(pick(op, columns, values, written))
         scores = [
-            op.Add(self._scores(op, q, rows, size, shared, values), bias)
-            for rows, bias, size, shared in sources
+            op.Add(self._scores(op, q, source, values), source.bias) for source in sources
         ]
         sink = op.Add(values.zero_column, op.Unsqueeze(self.attn_sink, [0, -1]))  # [T, H, 1]
         weights = op.Softmax(op.Concat(*scores, sink, axis=-1), axis=-1)
-        sizes = op.Concat(*[size for _, _, size, _ in sources], [1], axis=0)
+        sizes = op.Concat(*[source.size for source in sources], [1], axis=0)
         split = op.Split(weights, sizes, axis=-1, _outputs=len(sources) + 1)
         outputs = [
-            self._weighted(op, part, rows, size, shared, values)
-            for part, (rows, _, size, shared) in zip(split, sources, strict=False)
+            self._weighted(op, part, source, values)
+            for part, source in zip(split, sources, strict=False)
         ]
         return outputs[0] if len(outputs) == 1 else op.Add(*outputs)
 
     def _scores(
-        self,
-        op: OpBuilder,
-        q: ir.Value,
-        rows: ir.Value,
-        size: ir.Value,
-        shared: bool,
-        values: StepValues,
+        self, op: OpBuilder, q: ir.Value, source: _Source, values: StepValues
     ) -> ir.Value:
-        """q [T, H, hd] against rows [S, n, hd] (shared by a stream) or [T, n, hd]: [T, H, n]."""
-        keys = op.Transpose(rows, perm=[0, 2, 1])
-        if not shared:
+        """q [T, H, hd] against the rows of a source: [T, H, n]."""
+        keys = op.Transpose(source.rows, perm=[0, 2, 1])
+        if not source.is_shared:
             return op.MatMul(q, keys)
         by_stream = op.Concat(values.num_streams, [-1, self.config.head_dim], axis=0)
         scores = op.MatMul(op.Reshape(q, by_stream), keys)  # [S, P*H, n]
-        return op.Reshape(scores, op.Concat([-1, self.config.num_heads], size, axis=0))
+        return op.Reshape(scores, op.Concat([-1, self.config.num_heads], source.size, axis=0))
 
     def _weighted(
-        self,
-        op: OpBuilder,
-        weights: ir.Value,
-        rows: ir.Value,
-        size: ir.Value,
-        shared: bool,
-        values: StepValues,
+        self, op: OpBuilder, weights: ir.Value, source: _Source, values: StepValues
     ) -> ir.Value:
-        """weights [T, H, n] over rows, shared by a stream or not: [T, H, hd]."""
-        if not shared:
-            return op.MatMul(weights, rows)
-        by_stream = op.Concat(values.num_streams, [-1], size, axis=0)
-        mixed = op.MatMul(op.Reshape(weights, by_stream), rows)  # [S, P*H, hd]
+        """weights [T, H, n] over the rows of a source: [T, H, hd]."""
+        if not source.is_shared:
+            return op.MatMul(weights, source.rows)
+        by_stream = op.Concat(values.num_streams, [-1], source.size, axis=0)
+        mixed = op.MatMul(op.Reshape(weights, by_stream), source.rows)  # [S, P*H, hd]
         return op.Reshape(mixed, [-1, self.config.num_heads, self.config.head_dim])
 
     def _shared(
         self,
         op: OpBuilder,
         kind: CacheKind,
+        bias: ir.Value,
         values: StepValues,
         written: Mapping[CacheKind, ir.Value],
-        bias: ir.Value | None = None,
-    ) -> tuple[ir.Value, ir.Value, ir.Value, bool]:
-        """All exposed rows of a kind, [S, n, hd], with their bias [T, 1, n]."""
+    ) -> _Source:
+        """All exposed rows of a kind, [S, n, hd], with a bias [T, 1, n]."""
         step, width = values.compressors[kind], self.config.head_dim
         lead = op.Concat(values.num_streams, [-1, width], axis=0)
         rows = self.ops.read_rows(op, written[kind], step.plan.rows, width, lead)
-        wide = op.Unsqueeze(step.bias if bias is None else bias, [1])
-        return rows, wide, step.num_exposed, True
+        return _Source(rows, bias, step.num_exposed, True)
 
     def _gathered(
         self,
@@ -224,7 +229,7 @@ class Attention(nn.Module):
         columns: ir.Value,
         values: StepValues,
         written: Mapping[CacheKind, ir.Value],
-    ) -> tuple[ir.Value, ir.Value, ir.Value, bool]:
+    ) -> _Source:
         """The chosen rows of each token, [T, K, hd]; row numbers come from the plan's row table."""
         step, topk = values.compressors[CacheKind.CSA], self.config.index_topk
         by_stream = op.Concat(values.num_streams, [-1], axis=0)
@@ -236,7 +241,7 @@ class Attention(nn.Module):
         rows = self.ops.read_rows(
             op, written[CacheKind.CSA], row_numbers, width, [-1, topk, width]
         )
-        return rows, self._chosen_bias(op, columns, step), [topk], False
+        return _Source(rows, self._chosen_bias(op, columns, step), [topk], False)
 
     def _chosen_bias(self, op: OpBuilder, columns: ir.Value, step: CompressorStep) -> ir.Value:
         """A token with fewer visible rows than K chose invisible ones too: mask them. [T, 1, K]."""
@@ -249,18 +254,21 @@ class Attention(nn.Module):
         columns: ir.Value,
         values: StepValues,
         written: Mapping[CacheKind, ir.Value],
-    ) -> tuple[ir.Value, ir.Value, ir.Value, bool]:
+    ) -> _Source:
         """All exposed rows, with the rows that were not chosen masked."""
         step = values.compressors[CacheKind.CSA]
         shape = op.Concat(values.num_tokens, step.num_exposed, axis=0)
         base = op.Expand(MASKED, shape)
-        chosen = op.ScatterElements(base, columns, op.Mul(op.Cast(columns, to=1), 0.0), axis=-1)
-        return self._shared(op, CacheKind.CSA, values, written, op.Add(chosen, step.bias))
+        chosen = op.ScatterElements(
+            base, columns, op.Mul(op.Cast(columns, to=1), 0.0), axis=-1
+        )
+        bias = op.Unsqueeze(op.Add(chosen, step.bias), [1])
+        return self._shared(op, CacheKind.CSA, bias, values, written)
 
 
 def _compressor_matrix(
     config: DeepseekV4Config, names: list[str], prefix: str, kind: LayerKind
-):  # type: ignore[no-untyped-def]
+) -> Matrix:
     """The fused [out, hidden] projection: [kv | score] of each compressor, then head weights.
 
     The indexer's scales (1/sqrt(heads) and 1/sqrt(head size)) are folded into its head weights.

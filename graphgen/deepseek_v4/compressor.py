@@ -70,7 +70,7 @@ class Compressor(nn.Module):
         }
 
     def _close(self, op: OpBuilder, source: ir.Value, step: CompressorStep) -> ir.Value:
-        """Per-channel softmax of the scores over each window, weighted sum, norm, RoPE: [B, head]."""
+        """Per-channel softmax over each window, weighted sum, norm, RoPE: [B, head]."""
         parts = op.Reshape(source, [-1, self.head])
         kv = op.Gather(parts, step.kv_idxs, axis=0)  # [B, window, head]
         score = op.Gather(parts, step.score_idxs, axis=0)

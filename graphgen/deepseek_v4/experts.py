@@ -30,8 +30,8 @@ from cachegraph.graphgen.layers.linear import (
     linear,
     with_shape,
 )
-from cachegraph.graphgen.options import Dialect, Experts, ExportOptions, WeightType
-from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe
+from cachegraph.graphgen.options import Dialect, Experts, ExportOptions
+from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, Weight
 from cachegraph.graphgen.weights.quantise import pack_bytes, quantise
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 
@@ -72,9 +72,7 @@ class ExpertLayer(nn.Module):
         raise NotImplementedError
 
 
-def expert_layer(
-    config: DeepseekV4Config, prefix: str, options: ExportOptions
-) -> ExpertLayer:
+def expert_layer(config: DeepseekV4Config, prefix: str, options: ExportOptions) -> ExpertLayer:
     """The expert layer of the chosen dialect, weight form and expert lowering."""
     bits = options.weights.bits
     if options.experts is Experts.CHOSEN:
@@ -238,14 +236,12 @@ class GatheredInt8Experts(ExpertLayer):
                     yield Piece(f"{key}_scales", e, scales[None, ..., None])
 
         recipe = Recipe(make)
-        for key, out, size_in in (
-            ("gate_up", 2 * self.size, self.hidden),
-            ("down", self.hidden, self.size),
-        ):
-            blocks = [experts, out, size_in // block]
-            setattr(self, key, recipe.weight(key, [*blocks, block], ir.DataType.INT8))
-            name = f"{key}_scales"
-            setattr(self, name, recipe.weight(name, [*blocks, 1]))
+        first = [experts, 2 * self.size, self.hidden // block]
+        second = [experts, self.hidden, self.size // block]
+        self.gate_up = recipe.weight("gate_up", [*first, block], ir.DataType.INT8)
+        self.gate_up_scales = recipe.weight("gate_up_scales", [*first, 1])
+        self.down = recipe.weight("down", [*second, block], ir.DataType.INT8)
+        self.down_scales = recipe.weight("down_scales", [*second, 1])
 
     def forward(
         self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
@@ -262,14 +258,13 @@ class GatheredInt8Experts(ExpertLayer):
         return op.ReduceSum(weighted, [1, 3], keepdims=0)
 
     def _chosen(
-        self, op: OpBuilder, codes: ir.Value, scales: ir.Value, routing: Routing, size_in: int
+        self, op: OpBuilder, codes: Weight, scales: Weight, routing: Routing, size_in: int
     ) -> ir.Value:
         """[T, K, out, in] f32 of the chosen experts."""
         experts = self.config.experts_per_token
         rows = op.Cast(op.Gather(codes, routing.columns, axis=0), to=ir.DataType.FLOAT)
         unpacked = op.Mul(rows, op.Gather(scales, routing.columns, axis=0))
-        out = codes.shape[1]
-        return op.Reshape(unpacked, [-1, experts, int(out), size_in])
+        return op.Reshape(unpacked, [-1, experts, codes.sizes[1], size_in])
 
 
 class BatchedExperts(GatheredExperts):
@@ -299,7 +294,9 @@ class SeparateExperts(ExpertLayer):
         self.gate_up = nn.ModuleList(
             [linear(self.names.gate_up(e), h, 2 * i, options) for e in experts]
         )
-        self.down = nn.ModuleList([linear([self.names.down(e)], i, h, options) for e in experts])
+        self.down = nn.ModuleList(
+            [linear([self.names.down(e)], i, h, options) for e in experts]
+        )
 
     def forward(
         self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues

@@ -8,7 +8,9 @@ from onnxscript import OpBuilder, nn
 from cachegraph.graphgen.weights.parameter import Weight
 
 
-def rms_norm(op: OpBuilder, x: ir.Value, weight: ir.Value | list[float], eps: float) -> ir.Value:
+def rms_norm(
+    op: OpBuilder, x: ir.Value, weight: ir.Value | list[float], eps: float
+) -> ir.Value:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in f32."""
     mean = op.ReduceMean(op.Pow(x, 2.0), [-1], keepdims=1)
     return op.Mul(op.Div(x, op.Sqrt(op.Add(mean, eps))), weight)

@@ -41,7 +41,11 @@ def rotation_matrix(rope_dim: int) -> NDArray[np.float32]:
 
 
 def rope_table(
-    op: OpBuilder, positions: ir.Value, frequencies: ir.Value, rotation: ir.Value, rope_dim: int
+    op: OpBuilder,
+    positions: ir.Value,
+    frequencies: ir.Value,
+    rotation: ir.Value,
+    rope_dim: int,
 ) -> RopeTable:
     """Cos and sin in f32 of positions [n] times frequencies [1, rope_dim]."""
     angles = op.Mul(
@@ -54,9 +58,7 @@ def rotate(op: OpBuilder, x: ir.Value, table: RopeTable, width: int) -> ir.Value
     """Rotate the last rope_dim channels of x [..., width]; the others pass through."""
     if width == table.rope_dim:
         return _turn(op, x, table)
-    fixed, moving = op.Split(
-        x, [width - table.rope_dim, table.rope_dim], axis=-1, _outputs=2
-    )
+    fixed, moving = op.Split(x, [width - table.rope_dim, table.rope_dim], axis=-1, _outputs=2)
     return op.Concat(fixed, _turn(op, moving, table), axis=-1)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import nn
@@ -55,9 +55,14 @@ class Weight(nn.Parameter):
     @property
     def num_bytes(self) -> int:
         """Bytes in the weights file."""
-        assert self.dtype is not None and self.shape is not None
-        count = int(np.prod([int(d) for d in self.shape], dtype=np.int64))
-        return (count * self.dtype.bitwidth + 7) // 8
+        assert self.dtype is not None
+        return (prod(self.sizes) * self.dtype.bitwidth + 7) // 8
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape as numbers."""
+        assert self.shape is not None
+        return tuple(self.shape.numpy())
 
 
 def tensor(

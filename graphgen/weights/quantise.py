@@ -49,15 +49,21 @@ def pack_bytes(codes: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     This is how MatMulNBits and QMoE read them without a zero point.
     """
     unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
-    return unsigned if bits == 8 else unsigned[..., 0::2] | (unsigned[..., 1::2] << 4)
+    return unsigned if bits == 8 else _nibbles(unsigned)
 
 
 def pack_int4(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
     """ONNX INT4: two's complement nibbles in row-major order, the even one low; flat bytes."""
-    flat = codes.reshape(-1).astype(np.uint8) & 0x0F
+    flat = np.bitwise_and(codes.reshape(-1).view(np.uint8), np.uint8(0x0F))
     if flat.size % 2:
         flat = np.append(flat, np.uint8(0))
-    return flat[0::2] | (flat[1::2] << 4)
+    return _nibbles(flat)
+
+
+def _nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two codes of 4 bits per byte along the last axis, the even one low."""
+    high = np.left_shift(codes[..., 1::2], np.uint8(4))
+    return np.bitwise_or(codes[..., 0::2], high).astype(np.uint8)
 
 
 def _scales_8bit(blocks: NDArray[np.float32]) -> NDArray[np.float32]:

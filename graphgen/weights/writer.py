@@ -54,8 +54,8 @@ def plan_layout(weights: Iterable[Weight]) -> WeightsLayout:
     position = 0
     for weight in sorted(weights, key=lambda w: (-w.num_bytes, str(w.name))):
         name = str(weight.name)
-        form, dtype = _FORMS[_dtype(weight)]
-        shape = [int(d) for d in weight.shape or ()]
+        form, _ = _FORMS[_dtype(weight)]
+        shape = list(weight.sizes)
         if weight.dtype is ir.DataType.INT4:
             shape = [weight.num_bytes]
         end = position + weight.num_bytes
@@ -77,7 +77,7 @@ def attach(weights: Iterable[Weight], layout: WeightsLayout, file_name: str) -> 
             offset=layout.offsets[str(weight.name)],
             length=weight.num_bytes,
             dtype=_dtype(weight),
-            shape=ir.Shape(list(weight.shape or ())),
+            shape=ir.Shape(weight.sizes),
             name=str(weight.name),
         )
 
@@ -113,7 +113,7 @@ def _write_piece(fd: int, weight: Weight, layout: WeightsLayout, piece: Piece) -
     _, dtype = _FORMS[_dtype(weight)]
     values: NDArray[np.generic] = np.ascontiguousarray(piece.values.astype(dtype, copy=False))
     if weight.dtype is not ir.DataType.INT4:
-        want = tuple(int(d) for d in weight.shape or ())[1:]
+        want = weight.sizes[1:]
         if values.shape[1:] != want:
             raise GraphBuildError(
                 f"{weight.name}: a recipe made rows of shape {values.shape[1:]}, wanted {want}"
@@ -121,7 +121,7 @@ def _write_piece(fd: int, weight: Weight, layout: WeightsLayout, piece: Piece) -
     data = values.reshape(-1).view(np.uint8)
     row_bytes = data.size // max(1, len(values))
     start = layout.offsets[str(weight.name)] + piece.start * row_bytes
-    view = memoryview(data)
+    view = data.data
     while view:
         count = os.pwrite(fd, view, start)
         start, view = start + count, view[count:]

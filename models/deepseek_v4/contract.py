@@ -262,10 +262,14 @@ def _raw_rows() -> tuple[TensorRow, ...]:
         )
 
     return (
-        row("write_idxs", ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW),
+        row(
+            "write_idxs", ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW
+        ),
         row("read_idxs", ("S", "W"), Padding.LAST, "raw rows each stream reads, own ones too"),
         row("read_pos", ("S", "W"), Padding.ZERO, "position held by each row read"),
-        row("read_counts", ("S",), Padding.ZERO, "rows read per stream; later ones are masked"),
+        row(
+            "read_counts", ("S",), Padding.ZERO, "rows read per stream; later ones are masked"
+        ),
     )
 
 
@@ -276,7 +280,9 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
     rows to persist are both taken from it, which orders every read of old state before the write.
     """
     suffix, state = _SUFFIX[kind], _STATE_OF[kind]
-    window = ring_rows(config, kind)  # a window is as long as the ring: 2R with overlap, else R
+    window = ring_rows(
+        config, kind
+    )  # a window is as long as the ring: 2R with overlap, else R
 
     def row(
         field: str,
@@ -295,7 +301,12 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
         )
 
     return (
-        row("state_pos", ("T",), Padding.ZERO, "position modulo ratio: row of the position bias"),
+        row(
+            "state_pos",
+            ("T",),
+            Padding.ZERO,
+            "position modulo ratio: row of the position bias",
+        ),
         row(
             "state_old_idxs",
             ("A" + suffix,),
@@ -337,5 +348,7 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
             "RoPE position of each closing block: its first token",
         ),
         row("n_visible", ("T",), Padding.ZERO, "compressed rows each token may see"),
-        row("rows", ("S", "N" + suffix), Padding.LAST, "compressed rows exposed to each stream"),
+        row(
+            "rows", ("S", "N" + suffix), Padding.LAST, "compressed rows exposed to each stream"
+        ),
     )

@@ -38,7 +38,8 @@ def inverse_frequencies(rope: Rope, dims: int) -> NDArray[np.float32]:
     ramp = np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1)
     slowed = one / (np.float32(rope.factor) * periods)
     kept = one - ramp
-    return slowed * (one - kept) + plain * kept
+    mixed: NDArray[np.float32] = slowed * (one - kept) + plain * kept
+    return mixed
 
 
 def _pair_of(turns: float, rope: Rope, dims: int) -> float:

@@ -46,6 +46,7 @@ class _TimedSession:
         self.seconds = 0.0
 
     def run_with_iobinding(self, binding: Any) -> None:
+        """Run and add up the time."""
         start = time.perf_counter()
         self._session.run_with_iobinding(binding)
         self.seconds += time.perf_counter() - start
@@ -66,10 +67,13 @@ class OurProgram:
         self._next = dict.fromkeys(range(self._engine.num_sequences), 0)
 
     def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:
+        """As of `Program`."""
         self._engine.clear(seq_id)
         return self._timed(lambda: self._read(seq_id, tokens))
 
     def decode(self, seq_id: int, count: int) -> Timing:
+        """As of `Program`."""
+
         def run() -> None:
             for _ in range(count):
                 self._read(seq_id, np.array([self._next[seq_id]]))
@@ -97,13 +101,16 @@ class TransformersProgram:
         torch.set_num_threads(threads)
         self._torch = torch
         self._model = DeepseekV4ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        self._model.eval()
+        self._model.train(mode=False)
         self._state: dict[int, tuple[Any, int]] = {}
 
     def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:
+        """As of `Program`."""
         return self._timed(lambda: self._read(seq_id, tokens.tolist(), None))
 
     def decode(self, seq_id: int, count: int) -> Timing:
+        """As of `Program`."""
+
         def run() -> None:
             for _ in range(count):
                 cache, token = self._state[seq_id]
@@ -158,7 +165,9 @@ class Worker:
 
     def _ask(self, *call: Any) -> Timing:
         self._here.send(call)
-        return self._receive()
+        timing = self._receive()
+        assert isinstance(timing, Timing)
+        return timing
 
     def _receive(self) -> Any:
         try:
