@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -198,6 +199,12 @@ def test_rule_17_invalid_ids_are_refused(owners: tuple[int, ...]) -> None:
     assert out["seq_ids_valid"] is False
     assert out["raw"] == {"ok": False}
     assert out["comp"] == [{"refused": True}]
+
+
+def test_rule_17_without_positions_the_raw_plan_alone_is_refused() -> None:
+    made = dataclasses.replace(scenario([(3, (7,))], [(7,)], [3], head=0), positions=None)
+    assert answer(made)["raw"] == {"ok": False}
+    assert answer(made)["comp"] == [None]
 
 
 def test_rule_18_an_id_listed_twice_counts_once() -> None:

@@ -55,23 +55,27 @@ def answer(scenario: Scenario) -> dict[str, Any]:
     return out
 
 
-def plan_tokens(scenario: Scenario) -> PlanTokens | None:
-    """The batch as planners take it; None without positions.
+def plan_tokens(scenario: Scenario, positions: IntArray) -> PlanTokens:
+    """The batch as planners take it.
 
     PlanError for what is refused before planning: bad ids, negative and repeated positions.
     """
-    if not seq_ids_valid(scenario):
-        raise PlanError("a token belongs to no sequence, or to one that is out of range")
-    if scenario.positions is None:
-        return None
-    tokens = PlanTokens.of_owners(scenario.positions, scenario.owners)
+    _check_ids(scenario)
+    tokens = PlanTokens.of_owners(positions, scenario.owners)
     validate_tokens(tokens)
     return tokens
 
 
+def _check_ids(scenario: Scenario) -> None:
+    if not seq_ids_valid(scenario):
+        raise PlanError("a token belongs to no sequence, or to one that is out of range")
+
+
 def _raw(scenario: Scenario) -> dict[str, Any]:
     try:
-        plan_tokens(scenario)
+        _check_ids(scenario)
+        if scenario.positions is not None:
+            plan_tokens(scenario, scenario.positions)
         return {"ok": True, "raw": _raw_lists(scenario)}
     except CachegraphError:
         return {"ok": False}
@@ -193,12 +197,12 @@ def _padded(rows: IntArray, longest: int) -> list[int]:
 
 
 def _compressor(scenario: Scenario, case: CompressorCase) -> dict[str, Any] | None:
+    if scenario.positions is None:
+        return None
     try:
-        tokens = plan_tokens(scenario)
+        tokens = plan_tokens(scenario, scenario.positions)
     except PlanError:
         return {"refused": True}
-    if tokens is None:
-        return None
     sizes = CompressorSizes(
         ratio=case.ratio,
         overlap=case.overlap,
