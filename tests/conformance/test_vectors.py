@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cachegraph.models.errors import ConfigError
-from cachegraph.tools.conformance.report import run_vectors
+from cachegraph.tools.conformance.report import VectorReport, run_vectors
 from cachegraph.tools.conformance.rules import RULES
 
 pytestmark = pytest.mark.r0
@@ -16,8 +16,12 @@ pytestmark = pytest.mark.r0
 VECTORS = Path(__file__).parents[1] / "data" / "dsv4_plan.json"
 
 
-def test_every_recorded_scenario_matches_or_deviates_by_rule() -> None:
-    report = run_vectors(VECTORS)
+@pytest.fixture(scope="module")
+def report() -> VectorReport:
+    return run_vectors(VECTORS)
+
+
+def test_every_recorded_scenario_matches_or_deviates_by_rule(report: VectorReport) -> None:
     lines = list(report.lines())
     assert report.is_ok, lines
     assert lines[-1] == "185 match, 0 differ, 62 deviate on purpose"
@@ -25,9 +29,9 @@ def test_every_recorded_scenario_matches_or_deviates_by_rule() -> None:
     assert "24 not run (level ckpt)" in lines
 
 
-def test_every_rule_but_one_is_met_by_a_recorded_scenario() -> None:
+def test_every_rule_but_one_is_met_by_a_recorded_scenario(report: VectorReport) -> None:
     """Rule 18 (an id listed twice closes a block once) is met by none of this file."""
-    used = {number for _, numbers in run_vectors(VECTORS).deviations for number in numbers}
+    used = {number for _, numbers in report.deviations for number in numbers}
     assert used == {rule.number for rule in RULES} - {18}
 
 
