@@ -30,7 +30,9 @@ def staged_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def prefill_progress(total: int, shown_from: int = 512) -> Iterator[Callable[[int, int], None]]:
+def prefill_progress(
+    total: int, shown_from: int = 512
+) -> Iterator[Callable[[int, int], None]]:
     """A bar for a prompt's tokens; none for prompts shorter than `shown_from`."""
     if total < shown_from:
         yield lambda done, total: None

@@ -7,6 +7,7 @@ and fills them. Dimension names (S, P, T, NC ...) are those of models/planner_sp
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, doubling
 from cachegraph.models.capacity import Capacity
@@ -27,6 +28,8 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.plan_fields import (
     NO_PREVIOUS,
     PADDED_BLOCK,
+    CompressorFields,
+    RawFields,
     plan_name,
 )
 from cachegraph.models.planner_specs import CompressorSpec, PlannerSpecs, RawSpec, dims
@@ -209,68 +212,45 @@ def contract(config: DeepseekV4Config, capacity: Capacity) -> Contract:
     return Contract(rows=rows, caches=specs)
 
 
-def _row(
-    name: str,
-    shape: tuple[Dim, ...],
-    meaning: str,
-    *,
-    planner: Planner,
-    padding: Padding,
-    spare_of: CacheKind | None = None,
-    role: Role = Role.PLAN,
-) -> TensorRow:
-    return TensorRow(
-        name=name,
-        dtype=DType.INT64,
-        shape=shape,
-        role=role,
-        planner=planner,
-        padding=padding,
-        spare_of=spare_of,
-        meaning=meaning,
-    )
-
-
 def _batch_rows() -> tuple[TensorRow, ...]:
-    def row(name: str, shape: tuple[Dim, ...], padding: Padding, meaning: str) -> TensorRow:
-        return _row(
-            name, shape, meaning, planner=Planner.BATCH, padding=padding, role=Role.BATCH
-        )
-
-    return (
-        row("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
-        row("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
-        row("out_rows", ("O",), Padding.LAST, "rows of T whose logits are wanted"),
+    rows: tuple[tuple[str, tuple[Dim, ...], Padding, str], ...] = (
+        ("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
+        ("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
+        ("out_rows", ("O",), Padding.LAST, "rows of T whose logits are wanted"),
     )
+    return tuple(
+        TensorRow(
+            name=name,
+            dtype=DType.INT64,
+            shape=shape,
+            role=Role.BATCH,
+            planner=Planner.BATCH,
+            padding=padding,
+            meaning=meaning,
+        )
+        for name, shape, padding, meaning in rows
+    )
+
+
+class _Plan(NamedTuple):
+    """One plan input but for its name: shape, padding, meaning, and whose spare rows it means."""
+
+    shape: tuple[Dim, ...]
+    padding: Padding
+    meaning: str
+    spare_of: CacheKind | None = None
 
 
 def _raw_rows() -> tuple[TensorRow, ...]:
-    def row(
-        field: str,
-        shape: tuple[Dim, ...],
-        padding: Padding,
-        meaning: str,
-        spare_of: CacheKind | None = None,
-    ) -> TensorRow:
-        return _row(
-            plan_name(CacheKind.RAW, field),
-            shape,
-            meaning,
-            planner=Planner.RAW,
-            padding=padding,
-            spare_of=spare_of,
-        )
-
-    return (
-        row(
-            "write_idxs", ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW
+    rows = RawFields[_Plan](
+        write_idxs=_Plan(
+            ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW
         ),
-        row("read_idxs", ("S", "W"), Padding.LAST, "raw rows each stream reads, own ones too"),
-        row("read_pos", ("S", "W"), Padding.ZERO, "position held by each row read"),
-        row(
-            "read_counts", ("S",), Padding.ZERO, "rows read per stream; later ones are masked"
-        ),
+        read_idxs=_Plan(("S", "W"), Padding.LAST, "raw rows each stream reads, own ones too"),
+        read_pos=_Plan(("S", "W"), Padding.ZERO, "position held by each row read"),
+        read_counts=_Plan(("S",), Padding.ZERO, "rows read per stream; later ones are masked"),
     )
+    return _plan_rows(Planner.RAW, CacheKind.RAW, rows)
 
 
 def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorRow, ...]:
@@ -283,72 +263,63 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
     window = ring_rows(
         config, kind
     )  # a window is as long as the ring: 2R with overlap, else R
-
-    def row(
-        field: str,
-        shape: tuple[Dim, ...],
-        padding: Padding,
-        meaning: str,
-        spare_of: CacheKind | None = None,
-    ) -> TensorRow:
-        return _row(
-            plan_name(kind, field),
-            shape,
-            meaning,
-            planner=Planner.COMPRESSOR,
-            padding=padding,
-            spare_of=spare_of,
-        )
-
-    return (
-        row(
-            "state_pos",
-            ("T",),
-            Padding.ZERO,
-            "position modulo ratio: row of the position bias",
+    rows = CompressorFields[_Plan](
+        state_pos=_Plan(
+            ("T",), Padding.ZERO, "position modulo ratio: row of the position bias"
         ),
-        row(
-            "state_old_idxs",
+        state_old_idxs=_Plan(
             ("A" + suffix,),
             Padding.SENTINEL,
             "state rows carried into the source table",
             state,
         ),
-        row(
-            "state_read_idxs",
+        state_read_idxs=_Plan(
             ("B" + suffix, window),
             Padding.SENTINEL,
             "source-table rows of each closing window, the previous block's first",
             state,
         ),
-        row(
-            "state_persist_src_idxs",
-            ("K" + suffix,),
-            Padding.LAST,
-            "source-table rows to keep in the state ring",
+        state_persist_src_idxs=_Plan(
+            ("K" + suffix,), Padding.LAST, "source-table rows to keep in the state ring"
         ),
-        row(
-            "state_persist_dst_idxs",
-            ("K" + suffix,),
-            Padding.SPARE,
-            "state rows that take them",
-            state,
+        state_persist_dst_idxs=_Plan(
+            ("K" + suffix,), Padding.SPARE, "state rows that take them", state
         ),
-        row(
-            "state_write_idxs",
+        state_write_idxs=_Plan(
             ("B" + suffix,),
             Padding.SPARE,
             "compressed row that takes each closing block",
             kind,
         ),
-        row(
-            "state_write_pos",
+        state_write_pos=_Plan(
             ("B" + suffix,),
             Padding.ZERO,
             "RoPE position of each closing block: its first token",
         ),
-        row("n_visible", ("T",), Padding.ZERO, "compressed rows each token may see"),
-        row(
-            "rows", ("S", "N" + suffix), Padding.LAST, "compressed rows exposed to each stream"
+        n_visible=_Plan(("T",), Padding.ZERO, "compressed rows each token may see"),
+        rows=_Plan(
+            ("S", "N" + suffix), Padding.LAST, "compressed rows exposed to each stream"
         ),
+    )
+    return _plan_rows(Planner.COMPRESSOR, kind, rows)
+
+
+def _plan_rows(
+    planner: Planner,
+    kind: CacheKind,
+    fields: RawFields[_Plan] | CompressorFields[_Plan],
+) -> tuple[TensorRow, ...]:
+    """Plan inputs in the order of their fields, named by `plan_name`."""
+    return tuple(
+        TensorRow(
+            name=plan_name(kind, field),
+            dtype=DType.INT64,
+            shape=plan.shape,
+            role=Role.PLAN,
+            planner=planner,
+            padding=plan.padding,
+            spare_of=plan.spare_of,
+            meaning=plan.meaning,
+        )
+        for field, plan in zip(fields._fields, fields, strict=True)
     )

@@ -31,7 +31,9 @@ def command(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens per answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass.")] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the likeliest tokens of this mass.")
+    ] = 0.95,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
     device: DeviceOption = "auto",
     threads: ThreadsOption = 0,

@@ -47,76 +47,94 @@ class _Scatter(StrEnum):
     elements = "elements"
 
 
+PlacesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[CHECKPOINT] OUT",
+        help="Checkpoint folder or a shipped model (tiny:deepseek_v4), then the folder to "
+        "write. With --preset only the folder to write.",
+    ),
+]
+DialectOption = Annotated[
+    _Dialect,
+    typer.Option(
+        help="portable: only ai.onnx operators. ort: com.microsoft operators too, which "
+        "ONNX Runtime runs faster."
+    ),
+]
+WeightsOption = Annotated[
+    _Weights,
+    typer.Option(
+        help="Form of the big matrices. f16 and bf16 halve the file, but on CPU they run as "
+        "f32; int8 and int4 are blockwise and faster. Norms, router, hyper-connections, "
+        "compressor and indexer projections stay in float."
+    ),
+]
+ContextOption = Annotated[
+    int, typer.Option(min=1, help="Tokens each sequence can hold; sets the cache sizes.")
+]
+SequencesOption = Annotated[
+    int, typer.Option(min=1, help="Sequences the caches hold side by side.")
+]
+MaxStepOption = Annotated[
+    int, typer.Option(min=1, help="Most tokens of one sequence in one graph call.")
+]
+SelectOption = Annotated[
+    _Select,
+    typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
+]
+ExpertsOption = Annotated[
+    _Experts, typer.Option(help="Compute the chosen experts, or all of them.")
+]
+GatherOption = Annotated[
+    _Gather,
+    typer.Option(
+        help="Operator that reads whole cache rows: Gather, GatherElements, GatherND."
+    ),
+]
+ScatterOption = Annotated[
+    _Scatter,
+    typer.Option(help="Operator that writes whole cache rows: ScatterND, ScatterElements."),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Build a published model's graphs instead of a checkpoint's: deepseek-v4-flash "
+        "or deepseek-v4-pro. Needs --no-weights."
+    ),
+]
+NoWeightsOption = Annotated[
+    bool,
+    typer.Option("--no-weights", help="Write no weights file: to inspect, not to run."),
+]
+StaticOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SxPxN",
+        help="Static graph to write, as STREAMSxSTEPxCONTEXT (compressed rows); may be "
+        "given several times. Default: decode and the longest prefill at full context.",
+    ),
+]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
+]
+
+
 def command(
-    places: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[CHECKPOINT] OUT",
-            help="Checkpoint folder or a shipped model (tiny:deepseek_v4), then the folder to "
-            "write. With --preset only the folder to write.",
-        ),
-    ],
-    dialect: Annotated[
-        _Dialect,
-        typer.Option(
-            help="portable: only ai.onnx operators. ort: com.microsoft operators too, which "
-            "ONNX Runtime runs faster."
-        ),
-    ] = _Dialect.portable,
-    weights: Annotated[
-        _Weights,
-        typer.Option(
-            help="Form of the big matrices. f16 and bf16 halve the file, but on CPU they run as "
-            "f32; int8 and int4 are blockwise and faster. Norms, router, hyper-connections, "
-            "compressor and indexer projections stay in float."
-        ),
-    ] = _Weights.f32,
-    context: Annotated[
-        int, typer.Option(min=1, help="Tokens each sequence can hold; sets the cache sizes.")
-    ] = 4096,
-    sequences: Annotated[
-        int, typer.Option(min=1, help="Sequences the caches hold side by side.")
-    ] = 1,
-    max_step: Annotated[
-        int, typer.Option(min=1, help="Most tokens of one sequence in one graph call.")
-    ] = 128,
-    select: Annotated[
-        _Select,
-        typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
-    ] = _Select.gather,
-    experts: Annotated[
-        _Experts, typer.Option(help="Compute the chosen experts, or all of them.")
-    ] = _Experts.chosen,
-    gather: Annotated[
-        _Gather,
-        typer.Option(help="Operator that reads whole cache rows: Gather, GatherElements, GatherND."),
-    ] = _Gather.rows,
-    scatter: Annotated[
-        _Scatter,
-        typer.Option(help="Operator that writes whole cache rows: ScatterND, ScatterElements."),
-    ] = _Scatter.nd,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help="Build a published model's graphs instead of a checkpoint's: deepseek-v4-flash "
-            "or deepseek-v4-pro. Needs --no-weights."
-        ),
-    ] = None,
-    no_weights: Annotated[
-        bool,
-        typer.Option("--no-weights", help="Write no weights file: to inspect, not to run."),
-    ] = False,
-    static: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SxPxN",
-            help="Static graph to write, as STREAMSxSTEPxCONTEXT (compressed rows); may be "
-            "given several times. Default: decode and the longest prefill at full context.",
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
-    ] = False,
+    places: PlacesArgument,
+    dialect: DialectOption = _Dialect.portable,
+    weights: WeightsOption = _Weights.f32,
+    context: ContextOption = 4096,
+    sequences: SequencesOption = 1,
+    max_step: MaxStepOption = 128,
+    select: SelectOption = _Select.gather,
+    experts: ExpertsOption = _Experts.chosen,
+    gather: GatherOption = _Gather.rows,
+    scatter: ScatterOption = _Scatter.nd,
+    preset: PresetOption = None,
+    no_weights: NoWeightsOption = False,
+    static: StaticOption = None,
+    overwrite: OverwriteOption = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Export a checkpoint to a bundle: graphs, weights, tokenizer and manifest.json.
