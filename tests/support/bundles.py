@@ -1,4 +1,4 @@
-"""Tiny bundles, made once for all tests that ask for the same one, and what an engine's caches hold.
+"""Tiny bundles, made once for all tests that ask for the same, and what an engine's caches hold.
 
 Owns which capacity and sizes the graph tests use. Torch-free. A checkpoint is random_checkpoint's;
 `live_rows` reads an engine's inside, which nothing but a test may do.
