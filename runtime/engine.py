@@ -263,6 +263,8 @@ class Engine:
         except Exception as error:
             raise self._dropped(ubatch, done, error) from error
         self._cells.commit(plan.reservation)
+        if not plan.wanted_rows.size:  # nothing to bring back from the device
+            return plan, np.empty((0, self.manifest.vocab_size), np.float32)
         return plan, self._binder.pull(call.results[LOGITS])
 
     def _dropped(self, ubatch: UBatch, done: int, error: Exception) -> CachegraphError:
