@@ -40,12 +40,12 @@ def write_checkpoint(folder: Path, config: DeepseekV4Config, *, seed: int, dtype
     data += b" " * (-len(data) % 8)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(data).to_bytes(8, "little") + data)
-        for spec, values in random_tensors(config, seed):
+        for spec, values in generate_tensors(config, seed):
             file.write(values.astype(_storage(spec, dtype)[1]).tobytes())
     return folder
 
 
-def random_tensors(
+def generate_tensors(
     config: DeepseekV4Config, seed: int
 ) -> Iterator[tuple[TensorSpec, NDArray[Any]]]:
     """Every tensor of the table in order; the same for the same config and seed."""

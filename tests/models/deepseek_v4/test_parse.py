@@ -12,11 +12,12 @@ from cachegraph.models.deepseek_v4.config import LayerKind, Rope
 from cachegraph.models.deepseek_v4.parse import load_config, parse_config
 from cachegraph.models.deepseek_v4.presets import PRESETS
 from cachegraph.models.errors import ConfigError
+from cachegraph.tools.random_checkpoint import config_json
 
 pytestmark = pytest.mark.r0
 
 FLASH = PRESETS["deepseek-v4-flash"]
-WRITTEN = tiny.config_json(tiny.tiny_config("ratios"))  # as transformers writes it
+WRITTEN = config_json(tiny.tiny_config("ratios"))  # as transformers writes it
 ABSENT = object()
 
 
@@ -43,7 +44,7 @@ def faults(raw):
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_what_the_tiny_configs_write_is_read_back(name):
     config = tiny.tiny_config(name)
-    assert parse_config(tiny.config_json(config)) == config
+    assert parse_config(config_json(config)) == config
 
 
 def test_flash_is_read_as_published():
