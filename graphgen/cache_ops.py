@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
-from cachegraph.graphgen.options import RowRead, RowWrite
+from cachegraph.models.export_options import RowRead, RowWrite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,6 @@ import onnx_ir as ir
 
 from cachegraph.graphgen.deepseek_v4.source import model_source
 from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
-from cachegraph.graphgen.options import ExportOptions
 from cachegraph.graphgen.source import ModelSource
 from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
 from cachegraph.graphgen.template import Template, build_template
@@ -32,6 +31,7 @@ from cachegraph.models.buckets import Bucket
 from cachegraph.models.deepseek_v4.parse import load_config
 from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.manifest import (
     MANIFEST_NAME,
     Exporter,

@@ -22,11 +22,11 @@ from cachegraph.graphgen.deepseek_v4.step import MASKED, CompressorStep, StepVal
 from cachegraph.graphgen.layers.linear import FloatLinear, Matrix, linear
 from cachegraph.graphgen.layers.norm import RMSNorm, rms_norm
 from cachegraph.graphgen.layers.rope import rotate
-from cachegraph.graphgen.options import ExportOptions, Select
 from cachegraph.graphgen.weights.parameter import Read, vector
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.contract import cache_width, state_kind
+from cachegraph.models.export_options import ExportOptions, Select
 
 Caches = dict[CacheKind, ir.Value]
 _COMPRESSED = {

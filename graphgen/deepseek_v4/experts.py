@@ -30,10 +30,10 @@ from cachegraph.graphgen.layers.linear import (
     linear,
     with_shape,
 )
-from cachegraph.graphgen.options import Dialect, Experts, ExportOptions
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, Weight
 from cachegraph.graphgen.weights.quantise import pack_bytes, quantise
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.export_options import Dialect, Experts, ExportOptions
 
 
 @dataclass(frozen=True, slots=True)

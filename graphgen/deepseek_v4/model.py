@@ -14,10 +14,10 @@ from cachegraph.graphgen.deepseek_v4.router import Router
 from cachegraph.graphgen.deepseek_v4.step import StepValues, emit_step
 from cachegraph.graphgen.layers.linear import FLOAT_TYPES, as_float, linear
 from cachegraph.graphgen.layers.norm import RMSNorm
-from cachegraph.graphgen.options import ExportOptions, WeightType
 from cachegraph.graphgen.weights.parameter import tensor, vector
 from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.export_options import ExportOptions, WeightType
 
 
 class SharedExpert(nn.Module):

@@ -16,9 +16,9 @@ from cachegraph.graphgen.layers.linear import (
     linear,
     quant_linear,
 )
-from cachegraph.graphgen.options import ExportOptions
 from cachegraph.graphgen.weights.parameter import Read, tensor
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.export_options import ExportOptions
 
 
 class GroupedOutput(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cachegraph.graphgen.deepseek_v4.model import DeepseekV4
-from cachegraph.graphgen.options import ExportOptions
 from cachegraph.graphgen.source import ModelSource
 from cachegraph.graphgen.weights.parameter import Read
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
@@ -15,6 +14,7 @@ from cachegraph.models.deepseek_v4.contract import (
     planner_specs,
 )
 from cachegraph.models.deepseek_v4.serial import to_dict
+from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.plan_fields import SENTINELS
 
 

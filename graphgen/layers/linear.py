@@ -14,10 +14,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.options import Dialect, ExportOptions, WeightType
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, tensor
 from cachegraph.graphgen.weights.quantise import pack_bytes, pack_int4, quantise
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 
 Matrix = Callable[[Read], NDArray[Any]]
 FLOAT_TYPES = {

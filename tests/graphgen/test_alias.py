@@ -11,8 +11,8 @@ from support.bundles import Bundles
 from support.tiny import CONFIGS
 
 from cachegraph.graphgen.freeze import freeze
-from cachegraph.graphgen.options import Dialect, Experts, RowRead, RowWrite, Select
 from cachegraph.models.buckets import Bucket
+from cachegraph.models.export_options import Dialect, Experts, RowRead, RowWrite, Select
 from cachegraph.models.manifest import Manifest, read_manifest
 
 pytestmark = pytest.mark.r1

@@ -18,7 +18,6 @@ from support.tiny import random_tensors, tiny_config
 
 from cachegraph.graphgen.deepseek_v4.attention import Attention
 from cachegraph.graphgen.deepseek_v4.step import emit_step
-from cachegraph.graphgen.options import ExportOptions, RowRead, RowWrite, Select
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind
@@ -26,6 +25,7 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.contract import contract, ladder, planner_specs
 from cachegraph.models.deepseek_v4.twin import AttentionRun, run_attention
 from cachegraph.models.deepseek_v4.twin_parts import Tensors
+from cachegraph.models.export_options import ExportOptions, RowRead, RowWrite, Select
 
 pytestmark = pytest.mark.r2
 

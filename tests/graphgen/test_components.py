@@ -24,12 +24,12 @@ from cachegraph.graphgen.deepseek_v4.router import Router, Routing
 from cachegraph.graphgen.layers.linear import linear
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.layers.rope import rope_table, rotate, rotation_matrix
-from cachegraph.graphgen.options import Dialect, Experts, ExportOptions, WeightType
 from cachegraph.graphgen.weights.parameter import vector
 from cachegraph.graphgen.weights.quantise import dequantise, quantise
 from cachegraph.models.deepseek_v4 import twin_parts as twin
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, Rope
 from cachegraph.models.deepseek_v4.rope import inverse_frequencies
+from cachegraph.models.export_options import Dialect, Experts, ExportOptions, WeightType
 
 pytestmark = pytest.mark.r2
 

@@ -18,7 +18,11 @@ from support.bundles import BLOCKS, Bundles
 from support.tiny import CONFIGS
 
 from cachegraph.graphgen.freeze import freeze
-from cachegraph.graphgen.options import (
+from cachegraph.models.buckets import Bucket
+from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
+from cachegraph.models.deepseek_v4.contract import contract
+from cachegraph.models.deepseek_v4.serial import from_dict
+from cachegraph.models.export_options import (
     Dialect,
     Experts,
     RowRead,
@@ -26,10 +30,6 @@ from cachegraph.graphgen.options import (
     Select,
     WeightType,
 )
-from cachegraph.models.buckets import Bucket
-from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
-from cachegraph.models.deepseek_v4.contract import contract
-from cachegraph.models.deepseek_v4.serial import from_dict
 from cachegraph.models.manifest import Manifest, read_manifest
 
 pytestmark = pytest.mark.r1
@@ -308,7 +308,7 @@ def test_fused_kernels_get_their_accuracy_level_and_layout(bundles: Bundles) -> 
 BUILD = """
 import sys
 from cachegraph.graphgen.export import export
-from cachegraph.graphgen.options import Dialect, ExportOptions, WeightType
+from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 from cachegraph.graphgen.static import StaticSize
 from cachegraph.models.capacity import Capacity
 capacity = Capacity(context=48, sequences=2, max_step=8)

@@ -21,7 +21,7 @@ from support.bundles import (
     open_engine,
 )
 
-from cachegraph.graphgen.options import (
+from cachegraph.models.export_options import (
     Dialect,
     Experts,
     RowRead,

@@ -17,9 +17,9 @@ from support.emitted import Array, World, open_session, run
 from support.tiny import CONFIGS
 
 from cachegraph.graphgen.freeze import freeze
-from cachegraph.graphgen.options import Dialect, WeightType
 from cachegraph.graphgen.static import StaticSize, freeze_bundle
 from cachegraph.models.buckets import Bucket
+from cachegraph.models.export_options import Dialect, WeightType
 from cachegraph.models.manifest import Manifest, read_manifest
 
 pytestmark = pytest.mark.r2

@@ -18,11 +18,11 @@ from safetensors.numpy import load_file, save_file
 from support.tiny import random_checkpoint
 
 from cachegraph.graphgen.export import export
-from cachegraph.graphgen.options import Dialect, ExportOptions, WeightType
 from cachegraph.graphgen.static import StaticSize
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind, CacheSpec
 from cachegraph.models.deepseek_v4.twin import TwinRun
+from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.engine import Engine
 

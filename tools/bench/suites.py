@@ -102,8 +102,8 @@ class Bench:
         sequences: int = 1,
     ) -> Worker:
         from cachegraph.graphgen import ExportOptions, export
-        from cachegraph.graphgen.options import Dialect, WeightType
         from cachegraph.models.capacity import Capacity
+        from cachegraph.models.export_options import Dialect, WeightType
 
         context = LONG_CONTEXT + 512 if sequences > 1 else 2048
         name = f"{checkpoint.name}_{dialect}_{weights}_{context}_{sequences}"

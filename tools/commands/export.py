@@ -2,50 +2,24 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from cachegraph.models.capacity import Capacity
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.export_options import (
+    Dialect,
+    Experts,
+    ExportOptions,
+    RowRead,
+    RowWrite,
+    Select,
+    WeightType,
+)
 from cachegraph.tools.output import JsonFlag, note, print_json
 from cachegraph.tools.progress import staged_progress
 from cachegraph.tools.static_sizes import parse_size
-
-
-class _Dialect(StrEnum):
-    portable = "portable"
-    ort = "ort"
-
-
-class _Weights(StrEnum):
-    f32 = "f32"
-    f16 = "f16"
-    bf16 = "bf16"
-    int8 = "int8"
-    int4 = "int4"
-
-
-class _Select(StrEnum):
-    gather = "gather"
-    mask = "mask"
-
-
-class _Experts(StrEnum):
-    chosen = "chosen"
-    all = "all"
-
-
-class _Gather(StrEnum):
-    rows = "rows"
-    elements = "elements"
-    nd = "nd"
-
-
-class _Scatter(StrEnum):
-    nd = "nd"
-    elements = "elements"
-
 
 PlacesArgument = Annotated[
     list[str],
@@ -56,14 +30,14 @@ PlacesArgument = Annotated[
     ),
 ]
 DialectOption = Annotated[
-    _Dialect,
+    Dialect,
     typer.Option(
         help="portable: only ai.onnx operators. ort: com.microsoft operators too, which "
         "ONNX Runtime runs faster."
     ),
 ]
 WeightsOption = Annotated[
-    _Weights,
+    WeightType,
     typer.Option(
         help="Form of the big matrices. f16 and bf16 halve the file, but on CPU they run as "
         "f32; int8 and int4 are blockwise and faster. Norms, router, hyper-connections, "
@@ -80,20 +54,20 @@ MaxStepOption = Annotated[
     int, typer.Option(min=1, help="Most tokens of one sequence in one graph call.")
 ]
 SelectOption = Annotated[
-    _Select,
+    Select,
     typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
 ]
 ExpertsOption = Annotated[
-    _Experts, typer.Option(help="Compute the chosen experts, or all of them.")
+    Experts, typer.Option(help="Compute the chosen experts, or all of them.")
 ]
 GatherOption = Annotated[
-    _Gather,
+    RowRead,
     typer.Option(
         help="Operator that reads whole cache rows: Gather, GatherElements, GatherND."
     ),
 ]
 ScatterOption = Annotated[
-    _Scatter,
+    RowWrite,
     typer.Option(help="Operator that writes whole cache rows: ScatterND, ScatterElements."),
 ]
 PresetOption = Annotated[
@@ -122,15 +96,15 @@ OverwriteOption = Annotated[
 
 def command(
     places: PlacesArgument,
-    dialect: DialectOption = _Dialect.portable,
-    weights: WeightsOption = _Weights.f32,
+    dialect: DialectOption = Dialect.PORTABLE,
+    weights: WeightsOption = WeightType.F32,
     context: ContextOption = 4096,
     sequences: SequencesOption = 1,
     max_step: MaxStepOption = 128,
-    select: SelectOption = _Select.gather,
-    experts: ExpertsOption = _Experts.chosen,
-    gather: GatherOption = _Gather.rows,
-    scatter: ScatterOption = _Scatter.nd,
+    select: SelectOption = Select.GATHER,
+    experts: ExpertsOption = Experts.CHOSEN,
+    gather: GatherOption = RowRead.ROWS,
+    scatter: ScatterOption = RowWrite.ND,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -147,19 +121,17 @@ def command(
         wanted = "OUT" if preset else "CHECKPOINT OUT"
         raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
     sizes = None if static is None else [parse_size(text) for text in static]
-    from cachegraph.graphgen import ExportOptions, StaticSize, export, export_preset
-    from cachegraph.graphgen import options as o
-    from cachegraph.models.capacity import Capacity
-
     options = ExportOptions(
-        dialect=o.Dialect(dialect),
-        weights=o.WeightType(weights),
-        select=o.Select(select),
-        experts=o.Experts(experts),
-        gather=o.RowRead(gather),
-        scatter=o.RowWrite(scatter),
+        dialect=dialect,
+        weights=weights,
+        select=select,
+        experts=experts,
+        gather=gather,
+        scatter=scatter,
         capacity=Capacity(context=context, sequences=sequences, max_step=max_step),
     )
+    from cachegraph.graphgen import StaticSize, export, export_preset
+
     with staged_progress() as progress:
         run = export_preset if preset else export
         out = run(
