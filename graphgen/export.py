@@ -18,7 +18,7 @@ from cachegraph.graphgen.deepseek_v4.source import model_source
 from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
 from cachegraph.graphgen.source import ModelSource
 from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
-from cachegraph.graphgen.template import Template, build_template
+from cachegraph.graphgen.template import OPSET, Template, build_template
 from cachegraph.graphgen.weights.parameter import Read
 from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.graphgen.weights.writer import (
@@ -119,9 +119,7 @@ def _export(
     read = source.open_read() if with_weights else None
     with _staging(out) as folder:
         report("graph", 0, 1)
-        template = build_template(
-            source.emit, source.contract, name=source.family, opset=options.opset
-        )
+        template = build_template(source.emit, source.contract, name=source.family)
         layout = plan_layout(template.weights)
         attach(template.weights, layout, WEIGHTS_NAME)
         proto = ir.to_proto(template.model)
@@ -219,7 +217,7 @@ def _manifest(
         family=source.family,
         config=dict(source.config),
         capacity=options.capacity,
-        opset=options.opset,
+        opset=OPSET,
         min_onnxruntime=MIN_ONNXRUNTIME,
         accuracy_level=ACCURACY_LEVEL,
         position_rule=source.position_rule,

@@ -15,7 +15,8 @@ from cachegraph.graphgen.weights.parameter import Recipe, Weight
 from cachegraph.models.contract import Contract, TensorRow
 from cachegraph.models.errors import GraphBuildError
 
-IR_VERSION = 10  # the lowest that has INT4, which opset 21 needs
+OPSET = 21  # the lowest that has blocked DequantizeLinear of INT4
+IR_VERSION = 10  # the lowest that has INT4
 Emit = Callable[[OpBuilder, Contract, Mapping[str, ir.Value]], Mapping[str, ir.Value]]
 
 
@@ -32,14 +33,14 @@ class Template:
         return tuple(dict.fromkeys(weight.recipe for weight in self.weights))
 
 
-def build_template(emit: Emit, contract: Contract, *, name: str, opset: int) -> Template:
+def build_template(emit: Emit, contract: Contract, *, name: str) -> Template:
     """Emit a model between the inputs and outputs that the contract declares."""
     graph = ir.Graph(
         inputs=[],
         outputs=[],
         nodes=[],
         name=name,
-        opset_imports={"": opset, "com.microsoft": 1},
+        opset_imports={"": OPSET, "com.microsoft": 1},
     )
     builder = GraphBuilder(graph)
     inputs = {row.name: _declare(builder, row) for row in contract.inputs}

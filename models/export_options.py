@@ -74,15 +74,9 @@ class ExportOptions:
     gather: RowRead = RowRead.ROWS
     scatter: RowWrite = RowWrite.ND
     capacity: Capacity = field(default_factory=Capacity)
-    opset: int = 21
     quant_block: int = 32
 
     def __post_init__(self) -> None:
-        if self.opset < 21 and self.weights.bits is not None:
-            raise ConfigError(
-                f"opset {self.opset} has no blocked DequantizeLinear; "
-                f"{self.weights.value} weights need opset 21 or newer"
-            )
         if (
             self.dialect is Dialect.ORT
             and self.weights.bits is not None
