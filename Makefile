@@ -19,7 +19,7 @@ DEVICE := $(shell if nvidia-smi -L >/dev/null 2>&1 || test -e /proc/driver/nvidi
 
 demo: $(VENV)/demo.stamp
 	rm -rf $(DEMO)
-	$(BIN)/cachegraph export tiny:deepseek_v4 $(DEMO)
+	$(BIN)/cachegraph export tiny:deepseek_v4 $(DEMO) --dialect ort
 	$(BIN)/cachegraph generate $(DEMO) --prompt '$(PROMPT)' --max-tokens 200 \
 		--temperature 0.6 --repetition-penalty 1.1 --seed 2
 
