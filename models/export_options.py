@@ -62,10 +62,7 @@ class RowWrite(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Options of one bundle. `static` lists the buckets whose static graphs are written.
-
-    quant_block: values per scale of a quantised matrix, along its input axis.
-    """
+    """Options of one bundle; ConfigError for a combination that no kernel runs."""
 
     dialect: Dialect = Dialect.PORTABLE
     weights: WeightType = WeightType.F32
@@ -74,7 +71,6 @@ class ExportOptions:
     gather: RowRead = RowRead.ROWS
     scatter: RowWrite = RowWrite.ND
     capacity: Capacity = field(default_factory=Capacity)
-    quant_block: int = 32
 
     def __post_init__(self) -> None:
         if (

@@ -31,7 +31,7 @@ from cachegraph.graphgen.layers.linear import (
     with_shape,
 )
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, Weight
-from cachegraph.graphgen.weights.quantise import pack_bytes, quantise
+from cachegraph.graphgen.weights.quantise import BLOCK, pack_bytes, quantise
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.export_options import Dialect, Experts, ExportOptions
 
@@ -139,7 +139,7 @@ class FusedQuantExperts(ExpertLayer):
 
     def add_weights(self) -> None:
         """fc1, fc2 as packed codes and f32 scales [E, out, in/block]."""
-        experts, block = self.config.num_experts, self.options.quant_block
+        experts, block = self.config.num_experts, BLOCK
         bits = self.options.weights.bits
         assert bits is not None
         check_blocks(self.names.gate_up(0)[0], self.hidden, block)
@@ -177,7 +177,7 @@ class FusedQuantExperts(ExpertLayer):
             routing.scores,
             **_fused_attributes(self.config),
             expert_weight_bits=bits,
-            block_size=self.options.quant_block,
+            block_size=BLOCK,
             accuracy_level=ACCURACY_LEVEL if bits == 4 else 0,  # 8 bit has only this kernel
             weights_prepacked=0,  # the CUDA kernel takes the default to mean a shuffled layout
             _domain="com.microsoft",
@@ -223,7 +223,7 @@ class GatheredInt8Experts(ExpertLayer):
 
     def add_weights(self) -> None:
         """gate_up [E, 2I, D/b, b] and down [E, D, I/b, b] int8, scales [E, out, in/b, 1]."""
-        experts, block = self.config.num_experts, self.options.quant_block
+        experts, block = self.config.num_experts, BLOCK
         check_blocks(self.names.gate_up(0)[0], self.hidden, block)
         check_blocks(self.names.down(0), self.size, block)
 

@@ -17,6 +17,7 @@ from cachegraph.graphgen.layers.linear import (
     quant_linear,
 )
 from cachegraph.graphgen.weights.parameter import Read, tensor
+from cachegraph.graphgen.weights.quantise import BLOCK
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.export_options import ExportOptions
 
@@ -72,7 +73,7 @@ class QuantGroups(nn.Module):
     ) -> None:
         super().__init__()
         self.groups, self.size = groups, size
-        check_blocks(name, size, options.quant_block)
+        check_blocks(name, size, BLOCK)
         self.parts = nn.ModuleList(
             [
                 quant_linear(_rows(name, group * rank, rank), size, rank, options)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, tensor
-from cachegraph.graphgen.weights.quantise import pack_bytes, pack_int4, quantise
+from cachegraph.graphgen.weights.quantise import BLOCK, pack_bytes, pack_int4, quantise
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 
@@ -44,7 +44,7 @@ def linear(
     """The linear layer of the chosen weight form for a big matrix, for inputs [rows, in]."""
     if options.weights.bits is None:
         return FloatLinear(joined(names), size_in, size_out, options.weights)
-    check_blocks(names[0], size_in, options.quant_block)
+    check_blocks(names[0], size_in, BLOCK)
     return quant_linear(joined(names), size_in, size_out, options, rows)
 
 
@@ -52,7 +52,7 @@ def quant_linear(
     matrix: Matrix, size_in: int, size_out: int, options: ExportOptions, rows: str = "T"
 ) -> NBitsLinear | DequantLinear:
     """The quantised form of the dialect."""
-    bits, block = options.weights.bits, options.quant_block
+    bits, block = options.weights.bits, BLOCK
     assert bits is not None
     if options.dialect is Dialect.ORT:
         return NBitsLinear(matrix, size_in, size_out, bits, block, rows)

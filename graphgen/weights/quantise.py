@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+BLOCK = 32  # values per scale: what every kernel in use takes
+
 # Candidate shrink factors of the largest magnitude, tried for 4 bits: clipping the outlier of a
 # block costs less squared error than a coarser grid for the other values.
 _SHRINK_4BIT = tuple(1.0 - 0.03 * i for i in range(12))
