@@ -74,7 +74,7 @@ def command(
 
     Example: cachegraph generate out/tiny --prompt "import os" --max-tokens 64
     """
-    texts = [*(prompt or []), *(p.read_text(encoding="utf-8") for p in prompt_file or [])]
+    texts = [*(prompt or []), *map(_read, prompt_file or [])]
     if not texts:
         raise ConfigError("nothing to continue; give --prompt TEXT or --prompt-file FILE")
     from cachegraph.runtime import GenerateOptions, SamplingOptions
@@ -95,7 +95,6 @@ def command(
         sampling=sampling,
     )
     with open_engine(bundle, device, threads, spinning) as engine:
-        note(f"running on {engine.provider}")
         events = _run(engine, texts, options, is_streaming=len(texts) == 1 and not as_json)
     if as_json:
         print_json({"answers": [_answer(t, n, events) for n, t in enumerate(texts)]})
@@ -105,6 +104,13 @@ def command(
             sys.stdout.write(f"--- prompt {number}\n{text}{said}\n")
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error})") from None
+
+
 def _run(
     engine: Engine, texts: Sequence[str], options: GenerateOptions, *, is_streaming: bool
 ) -> list[Event]:
@@ -112,7 +118,9 @@ def _run(
     events: list[Event] = []
     start = first = time.perf_counter()
     with prefill_progress(sum(map(len, texts))) as progress:
-        for event in engine.generate(texts, options, progress):
+        stream = engine.generate(texts, options, progress)  # refuses before anything is said
+        note(f"running on {engine.provider}")
+        for event in stream:
             if not events:
                 first = time.perf_counter()
                 if is_streaming:
