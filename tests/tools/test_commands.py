@@ -1,0 +1,145 @@
+"""Commands that succeed: what they write, and what stands on stdout and stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.bundles import Bundles, open_engine
+from support.engines import text
+
+from cachegraph.models.manifest import read_manifest
+from cachegraph.runtime.batch import Batch
+from cachegraph.tools.commands.logits import parse_chunks
+
+pytestmark = pytest.mark.r2
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def shipped(bundles: Bundles) -> Path:
+    """The shipped model, which has a tokenizer."""
+    return bundles.bundle("tiny:deepseek_v4")
+
+
+@pytest.mark.parametrize("chunks", [None, "7,1,16", "1", "40", "100", "3,2"])
+def test_logits_are_those_of_the_engine_in_any_split(
+    bundles: Bundles, tmp_path: Path, run: Run, chunks: str | None
+) -> None:
+    bundle = bundles.bundle(bundles.checkpoint())
+    ids = text(0, 0, 40, 131)
+    np.save(tmp_path / "ids.npy", np.array(ids, np.int32))
+    out = tmp_path / "rows.npy"
+    split = [] if chunks is None else ["--chunks", chunks]
+    files = ("--tokens", tmp_path / "ids.npy", "--out", out)
+    code, shown, err = run(
+        "logits", bundle, *files, *split, "--threads", "1", "--device", "cpu"
+    )
+    assert (code, shown) == (0, "")
+    assert err.startswith(f"wrote {out}: 40 rows, in ")
+    rows = np.load(out)
+    with open_engine(bundle) as engine:
+        wanted = engine.decode(Batch.of(ids, logits=[True] * 40))
+    assert rows.dtype == np.float32
+    assert np.abs(rows - wanted).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("chunks", "count", "sizes"),
+    [
+        (None, 9, [9]),
+        ("4", 9, [4, 4, 1]),
+        ("7,1", 10, [7, 1, 1, 1]),
+        ("2,3,64", 9, [2, 3, 4]),
+        ("9", 9, [9]),
+        ("9,5", 4, [4]),
+    ],
+)
+def test_the_last_chunk_size_repeats(chunks: str | None, count: int, sizes: list[int]) -> None:
+    assert parse_chunks(chunks, count) == sizes
+
+
+def test_generate_streams_the_prompt_and_what_follows(shipped: Path, run: Run) -> None:
+    options = ("--max-tokens", "12", "--threads", "1", "--device", "cpu")
+    code, out, err = run("generate", shipped, "--prompt", "import os", *options)
+    assert code == 0
+    assert out.startswith("import os")
+    assert err.startswith("running on CPUExecutionProvider\n")
+    assert "tokens/s" in err
+    code, told, _ = run("generate", shipped, "--prompt", "import os", *options, "--json")
+    assert code == 0
+    (answer,) = json.loads(told)["answers"]
+    assert out == f"import os{answer['text']}\n"
+    assert answer["finish"] == "length"
+    assert len(answer["tokens"]) == 12
+
+
+def test_generate_takes_several_prompts_and_files(
+    shipped: Path, tmp_path: Path, run: Run
+) -> None:
+    (tmp_path / "prompt.txt").write_text("class A:")
+    options = ("--max-tokens", "5", "--logprobs", "2", "--json", "--threads", "1")
+    places = ("-p", "def f(", "--prompt-file", tmp_path / "prompt.txt", "-p", "x = ")
+    code, out, _ = run("generate", shipped, *places, *options)
+    assert code == 0
+    answers = json.loads(out)["answers"]
+    assert [answer["prompt"] for answer in answers] == ["def f(", "x = ", "class A:"]
+    for answer in answers:
+        assert len(answer["logprobs"]) == len(answer["tokens"]) == 5
+        assert [len(top) for top in answer["top_logprobs"]] == [2] * 5
+        alone = run("generate", shipped, "-p", answer["prompt"], *options)[1]
+        assert json.loads(alone)["answers"][0]["tokens"] == answer["tokens"]
+
+
+def test_chat_answers_each_line_until_the_end_of_input(
+    shipped: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
+    options = ("--template", template, "--max-tokens", "4", "--temperature", "0")
+    code, out, err = run("chat", shipped, *options, "--threads", "1")
+    assert code == 0, err
+    assert out.count("\n") >= 2
+
+
+def test_freeze_adds_graphs_on_the_same_weights(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(bundles.bundle(bundles.checkpoint()), bundle)
+    weights = read_manifest(bundle).weights
+    code, out, err = run("freeze", bundle, "1x1x32", "2x16x32")
+    assert (code, err) == (0, "")
+    files = [Path(line) for line in out.splitlines()]
+    assert [file.is_file() for file in files] == [True, True]
+    manifest = read_manifest(bundle)
+    assert [graph.file for graph in manifest.graphs] == [file.name for file in files]
+    assert manifest.weights == weights
+    again = json.loads(run("freeze", bundle, "1x1x32", "--json")[1])
+    assert [graph["file"] for graph in again["graphs"]] == [files[0].name]
+    assert read_manifest(bundle) == manifest
+
+
+def test_export_writes_a_bundle_and_one_line(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
+    out = tmp_path / "out"
+    sizes = ("--context", "40", "--sequences", "2", "--max-step", "8", "--dialect", "ort")
+    code, shown, err = run("export", bundles.checkpoint(), out, *sizes, "--static", "1x1x8")
+    assert (code, shown, err) == (0, "", f"wrote {out}\n")
+    manifest = read_manifest(out)
+    capacity = manifest.capacity
+    assert (capacity.context, capacity.sequences, capacity.max_step) == (40, 2, 8)
+    assert manifest.exporter.options["dialect"] == "ort"
+    assert len(manifest.graphs) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    code, shown, _ = run("export", bundles.checkpoint(), out, "--overwrite", "--json")
+    assert code == 0
+    assert json.loads(shown) == {"bundle": str(out)}
+    assert read_manifest(out).capacity.context == 4096
