@@ -57,13 +57,16 @@ class HyperConnection(nn.Module):
         pre, post = op.Split(op.Reshape(gates, [-1, 2 * m, 1]), [m, m], axis=1, _outputs=2)
         collapsed = op.MatMul(op.Reshape(pre, [-1, 1, m]), streams)  # [T,1,M] x [T,M,D]
         comb = self._sinkhorn(op, op.Reshape(comb, [-1, m, m]))
-        mix = SiteMix(post, op.Transpose(comb, perm=[0, 2, 1]))
+        # The last division's eps: left out, it shifts every layer's streams the same way.
+        scale = 1.0 / (1.0 + self.config.hc_eps)
+        mix = SiteMix(post, op.Mul(op.Transpose(comb, perm=[0, 2, 1]), scale))
         return op.Reshape(collapsed, [-1, d]), mix
 
     def _sinkhorn(self, op: OpBuilder, scores: ir.Value) -> ir.Value:
         """Softmax over dst, then alternating normalisation of columns and rows, columns last.
 
-        LpNormalization leaves out the eps of each division (about 1e-6 of the result).
+        LpNormalization leaves out the eps of each division; `forward` makes up for the last one,
+        which is the only one that scales the result.
         """
         comb = op.Add(op.Softmax(scores, axis=-1), self.config.hc_eps)
         comb = op.LpNormalization(comb, axis=1, p=1)

@@ -121,6 +121,8 @@ def test_hyper_connection(tmp_path: Path, name: str, site: str) -> None:
     assert_near(x, twin.hyper_input(wanted, streams.astype(float)))
     assert_near(post[..., 0], wanted.post)
     assert_near(comb.transpose(0, 2, 1), wanted.comb)  # the graph keeps [T, to, from]
+    # Rounding averages out; an eps left out of the last division (1e-6) would not.
+    assert abs(comb.sum(axis=2, dtype=float).mean() - wanted.comb.sum(axis=1).mean()) < 3e-7
     assert_near(
         merged, twin.hyper_output(wanted, streams.astype(float), out.astype(float)), 2e-5
     )
