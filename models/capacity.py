@@ -12,15 +12,18 @@ class Capacity:
     """Sizes chosen at export.
 
     context: positions 0 .. context-1 of each sequence. sequences: streams in every cache.
-    max_step: the largest number of tokens of one sequence in one graph call.
+    max_step: the largest number of tokens of one sequence in one graph call. rewind: tokens that
+    can be taken back from the end of a sequence without copying anything.
     """
 
     context: int = 4096
     sequences: int = 1
     max_step: int = 128
+    rewind: int = 8
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 1:
-                raise ConfigError(f"{field.name} is {value}; it must be 1 or more")
+            least = 0 if field.name == "rewind" else 1
+            if value < least:
+                raise ConfigError(f"{field.name} is {value}; it must be {least} or more")

@@ -27,12 +27,14 @@ class CompressorSpec:
 
     kind: the compressed rows, which name the plan. serves: every compressed kind written by this
     plan, with its state ring. ratio: tokens per row. overlap: a window reaches back one block.
+    rewind: tokens that can be taken back, for whose rows the ring has room beyond a window.
     """
 
     kind: CacheKind
     serves: tuple[tuple[CacheKind, CacheKind], ...]
     ratio: int
     overlap: bool
+    rewind: int
 
     @property
     def suffix(self) -> str:
@@ -46,8 +48,17 @@ class CompressorSpec:
 
     @property
     def ring_rows(self) -> int:
-        """Rows of the state ring."""
-        return self.window
+        """Rows of the state ring of one sequence."""
+        return self.window + self.rewind
+
+    def oldest_needed(self, position: int) -> int:
+        """The first position whose state row a sequence of that length still needs.
+
+        Its open block starts at the last multiple of the ratio; with overlap the block before it
+        counts too.
+        """
+        block = position // self.ratio - (1 if self.overlap else 0)
+        return max(0, block * self.ratio)
 
     def carried(self, streams: int) -> int:
         """State rows that closing windows of so many streams may need, sentinels included.

@@ -26,7 +26,7 @@ def model_source(
         family="deepseek_v4",
         config=to_dict(config),
         contract=contract(config, options.capacity),
-        planners=planner_specs(config),
+        planners=planner_specs(config, options.capacity),
         ladder=ladder(config, options.capacity),
         sentinels=SENTINELS,
         position_rule="consecutive",

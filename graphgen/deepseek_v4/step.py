@@ -19,7 +19,7 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.contract import (
     compressor_kinds,
     is_overlapping,
-    ring_rows,
+    window_rows,
 )
 from cachegraph.models.deepseek_v4.rope import inverse_frequencies
 from cachegraph.models.plan_fields import CompressorFields, RawFields, plan_name
@@ -155,7 +155,7 @@ def _compressor_step(
 ) -> CompressorStep:
     names = (plan_name(kind, field) for field in CompressorFields._fields)
     plan = CompressorFields(*(inputs[name] for name in names))
-    window = ring_rows(config, kind)
+    window = window_rows(config, kind)
     parts = 4 if is_overlapping(kind) else 2  # kv (and score) of a row are 2 or 1 heads wide
     half = window // 2 if is_overlapping(kind) else window
     first = np.array([0] * half + [1] * (window - half), np.int64)[None, :]

@@ -74,22 +74,22 @@ def ratio_of(config: DeepseekV4Config, kind: CacheKind) -> int:
     return config.hca_ratio if kind is CacheKind.HCA else config.csa_ratio
 
 
-def ring_rows(config: DeepseekV4Config, kind: CacheKind) -> int:
-    """Rows of a state ring: 2R with overlap, else R."""
+def window_rows(config: DeepseekV4Config, kind: CacheKind) -> int:
+    """State rows of a closing window: 2R with overlap, else R."""
     return ratio_of(config, kind) * (2 if is_overlapping(kind) else 1)
 
 
 def rows_per_stream(config: DeepseekV4Config, capacity: Capacity, kind: CacheKind) -> int:
     """Live rows of one stream in a cache kind."""
     if kind is CacheKind.RAW:
-        return config.sliding_window + capacity.max_step
+        return config.sliding_window + capacity.max_step + capacity.rewind
     if kind in _STATE_OF:
         return max(1, ceil(capacity.context / ratio_of(config, kind)))
     compressed = next(k for k, state in _STATE_OF.items() if state is kind)
-    return ring_rows(config, compressed)
+    return window_rows(config, compressed) + capacity.rewind
 
 
-def planner_specs(config: DeepseekV4Config) -> PlannerSpecs:
+def planner_specs(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:
     """The planners of the model. The CSA plan serves the indexer's rows too."""
     serves = {
         CacheKind.CSA: (CacheKind.CSA, CacheKind.LID),
@@ -103,6 +103,7 @@ def planner_specs(config: DeepseekV4Config) -> PlannerSpecs:
                 serves=tuple((served, _STATE_OF[served]) for served in serves[kind]),
                 ratio=ratio_of(config, kind),
                 overlap=is_overlapping(kind),
+                rewind=capacity.rewind,
             )
             for kind in compressor_kinds(config)
         ),
@@ -142,7 +143,7 @@ def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, Row
 
     Spare rows are as many as the largest bucket can pad: each padded write has its own.
     """
-    largest = dims(planner_specs(config), largest_bucket(config, capacity))
+    largest = dims(planner_specs(config, capacity), largest_bucket(config, capacity))
     spare = {CacheKind.RAW: largest["T"]}
     for kind in (CacheKind.CSA, CacheKind.LID, CacheKind.HCA):
         suffix = _SUFFIX.get(kind, "C")
@@ -260,9 +261,7 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
     rows to persist are both taken from it, which orders every read of old state before the write.
     """
     suffix, state = _SUFFIX[kind], _STATE_OF[kind]
-    window = ring_rows(
-        config, kind
-    )  # a window is as long as the ring: 2R with overlap, else R
+    window = window_rows(config, kind)
     rows = CompressorFields[_Plan](
         state_pos=_Plan(
             ("T",), Padding.ZERO, "position modulo ratio: row of the position bias"

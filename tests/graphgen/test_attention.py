@@ -93,7 +93,7 @@ def test_attention_over_steps(tmp_path: Path, kind: LayerKind, lowering: str) ->
     capacity = Capacity(context=64, sequences=3, max_step=17)
     world = World(
         contract=contract(config, capacity),
-        planners=planner_specs(config),
+        planners=planner_specs(config, capacity),
         ladder=ladder(config, capacity),
     )
     outputs = run_steps(tmp_path, world, config, ExportOptions(**LOWERINGS[lowering]))

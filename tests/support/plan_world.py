@@ -69,7 +69,7 @@ class World:
     def __init__(self, model: DeepseekV4Config, capacity: Capacity) -> None:
         self.capacity = capacity
         self.contract = contract(model, capacity)
-        self.specs = planner_specs(model)
+        self.specs = planner_specs(model, capacity)
         self.ladder = ladder(model, capacity)
         self.sizes = StepSizes.of(self.specs, self.contract)
         self.filler = Filler(self.contract, self.specs)

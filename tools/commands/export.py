@@ -53,6 +53,10 @@ SequencesOption = Annotated[
 MaxStepOption = Annotated[
     int, typer.Option(min=1, help="Most tokens of one sequence in one graph call.")
 ]
+RewindOption = Annotated[
+    int,
+    typer.Option(min=0, help="Tokens that can be taken back from a sequence for free."),
+]
 SelectOption = Annotated[
     Select,
     typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
@@ -101,6 +105,7 @@ def command(
     context: ContextOption = 4096,
     sequences: SequencesOption = 1,
     max_step: MaxStepOption = 128,
+    rewind: RewindOption = 8,
     select: SelectOption = Select.GATHER,
     experts: ExpertsOption = Experts.CHOSEN,
     gather: GatherOption = RowRead.ROWS,
@@ -128,7 +133,7 @@ def command(
         experts=experts,
         gather=gather,
         scatter=scatter,
-        capacity=Capacity(context=context, sequences=sequences, max_step=max_step),
+        capacity=Capacity(context=context, sequences=sequences, max_step=max_step, rewind=rewind),
     )
     from cachegraph.graphgen import StaticSize, export, export_preset
 
