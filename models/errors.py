@@ -8,6 +8,7 @@ CachegraphError
 ├── LogitsError         a row of logits offers no token: NaN, +inf or all masked
 ├── PlanError           a plan names rows it may not name
 ├── CapacityError       there is no room; nothing has changed
+├── RewindError         a sequence cannot stand at a position; the reachable ones are named
 ├── GraphBuildError     the builder cannot emit what was asked for
 ├── StepError           a graph call failed; the message says which sequences were dropped
 ├── DeviceError         the device asked for is not there, or a node ran elsewhere
@@ -48,6 +49,10 @@ class PlanError(CachegraphError):
 
 class CapacityError(CachegraphError):
     """A cache, a context or a budget has no room; memory is as it was."""
+
+
+class RewindError(CachegraphError):
+    """A sequence cannot be cut where it was asked to; memory is as it was."""
 
 
 class GraphBuildError(CachegraphError):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.contract import CacheSpec, Contract, Role
-from cachegraph.models.errors import CapacityError, ContractError, UsageError
+from cachegraph.models.errors import CapacityError, ContractError, DeviceError, UsageError
 
 Array = NDArray[Any]
 
@@ -44,6 +44,12 @@ class Binder(Protocol):
     def pull(self, buffer: Buffer) -> Array:
         """What the device wrote, as a host array that the next step may overwrite."""
 
+    def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
+        """Copy rows of a cache to other rows of it."""
+
+    def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
+        """Zero rows [start, end) of a cache."""
+
 
 class CpuBinder:
     """Buffers that numpy and ONNX Runtime share."""
@@ -65,6 +71,14 @@ class CpuBinder:
     def pull(self, buffer: Buffer) -> Array:
         """The shared array."""
         return buffer.array
+
+    def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
+        """A copy inside the shared memory."""
+        buffer.array[target] = buffer.array[source]
+
+    def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
+        """Zeros in the shared memory."""
+        buffer.array[start:end] = 0
 
     def _share(self, array: Array) -> Buffer:
         check_plain(array)
@@ -104,6 +118,14 @@ class CudaBinder:
         """One device-to-host copy."""
         array: Array = buffer.value.numpy()
         return array
+
+    def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
+        """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
+        raise DeviceError("copying rows on a GPU is not supported yet; use device cpu")
+
+    def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
+        """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
+        raise DeviceError("zeroing rows on a GPU is not supported yet; use device cpu")
 
 
 def check_plain(array: Array) -> None:

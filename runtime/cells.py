@@ -101,6 +101,31 @@ class CellTable:
         self._positions[~self._members.any(axis=0)] = EMPTY
         self._ends[sequence] = 0
 
+    def truncate(self, sequence: int, position: int) -> None:
+        """Give back the cells of a sequence from `position` on."""
+        gone = self._members[sequence] & (self._positions >= position)
+        self._members[sequence, gone] = False
+        self._positions[~self._members.any(axis=0)] = EMPTY
+        self._ends[sequence] = position
+
+    def holds(self, sequence: int, first: int, end: int) -> bool:
+        """Whether every position from `first` to `end` - 1 has a cell of the sequence."""
+        held = self._positions[self._members[sequence]]
+        return int(((held >= first) & (held < end)).sum()) == end - first
+
+    def offsets(self, sequence: int) -> IntArray:
+        """Rows of a sequence's cells, counted from the start of its stream."""
+        offsets: IntArray = self._members[sequence].nonzero()[0] - self.layout.base(sequence)
+        return offsets
+
+    def copy(self, source: int, target: int) -> None:
+        """Give `target`, which holds nothing, cells at the offsets and positions of `source`."""
+        offsets = self.offsets(source)
+        rows = self.layout.base(target) + offsets
+        self._positions[rows] = self._positions[self.layout.base(source) + offsets]
+        self._members[target, rows] = True
+        self._ends[target] = self._ends[source]
+
     def _check_hidden(self, rows: IntArray) -> None:
         held = self._positions[rows]
         seen = self._members[:, rows] & (held > (self._ends - self.window)[:, None])

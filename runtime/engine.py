@@ -19,8 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.contract import CacheKind
-from cachegraph.models.errors import CachegraphError, ConfigError, StepError, UsageError
+from cachegraph.models.errors import (
+    CachegraphError,
+    ConfigError,
+    RewindError,
+    StepError,
+    UsageError,
+)
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch, check_batch
 from cachegraph.runtime.binding import (
@@ -32,7 +37,6 @@ from cachegraph.runtime.binding import (
     bind_call,
 )
 from cachegraph.runtime.bundle import open_bundle
-from cachegraph.runtime.cells import CellTable
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, initial_caches, memory_report
@@ -46,6 +50,8 @@ from cachegraph.runtime.ort import (
 )
 from cachegraph.runtime.padding import Filler
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
+from cachegraph.runtime.rows import copy_rows, zero_stream
+from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch, split_batch
 from cachegraph.runtime.text import TextCodec
 
@@ -72,9 +78,7 @@ class Engine:
         self._session = session
         self._binder = binder
         self._caches = allocate_caches(binder, self._contract, initial_caches(self._contract))
-        self._cells = CellTable(
-            self._contract.layout(CacheKind.RAW), manifest.planners.raw.window
-        )
+        self._sequences = SequenceTable(self._contract, manifest.planners)
         self._sizes = StepSizes.of(manifest.planners, self._contract)
         self._filler = Filler(self._contract, manifest.planners)
         self._calls: dict[Bucket, BoundCall] = {}
@@ -131,7 +135,7 @@ class Engine:
         """Tokens that a sequence holds: the position it expects next."""
         self._check_open()
         self._check_seq(seq_id)
-        return self._cells.next_position(seq_id)
+        return self._sequences.length(seq_id)
 
     def decode(
         self, batch: Batch, progress: Callable[[int, int], None] | None = None
@@ -151,10 +155,10 @@ class Engine:
                 vocab_size=self.manifest.vocab_size,
                 context=self.manifest.capacity.context,
                 sequences=self.num_sequences,
-                next_positions=self._cells.next_positions(),
+                next_positions=self._sequences.cells.next_positions(),
             )
             ubatches = split_batch(batch, self.manifest.ladder)
-            self._cells.check_room(ubatches)
+            self._sequences.cells.check_room(ubatches)
             return self._run_all(batch, ubatches, progress)
 
     def prefill(
@@ -203,14 +207,101 @@ class Engine:
             )
         return self.codec.encode(text)
 
-    def clear(self, seq_id: int | None = None) -> None:
-        """Forget a sequence, or all of them. Its rows need no erasing: no plan reads them."""
+    def tokens(self, seq_id: int) -> tuple[int, ...]:
+        """The token ids that a sequence holds, by position."""
+        self._check_open()
+        self._check_seq(seq_id)
+        return self._sequences.tokens(seq_id)
+
+    def reachable(self, seq_id: int) -> tuple[range, ...]:
+        """The positions that a sequence can be cut to, as ascending ranges."""
+        self._check_open()
+        self._check_seq(seq_id)
+        return self._sequences.reachable(seq_id)
+
+    def clear(self, seq_id: int | None = None, *, data: bool = False) -> None:
+        """Forget a sequence, or all of them.
+
+        Its rows need no erasing, since no plan reads them; `data` zeroes them all the same.
+        """
         with self._in_use():
             which = range(self.num_sequences) if seq_id is None else [seq_id]
             for seq in which:
                 self._check_seq(seq)
             for seq in which:
-                self._cells.clear(seq)
+                self._sequences.clear(seq)
+                if data:
+                    zero_stream(self._binder, self._contract, self._caches, seq)
+
+    def remove(self, seq_id: int, first: int, end: int = -1) -> None:
+        """Take tokens back from the end of a sequence: positions `first` to `end` - 1.
+
+        A negative `first` is the start, a negative `end` the end; seq_id -1 means every sequence.
+        An empty range changes nothing. RewindError, with nothing changed, for a range that does not
+        reach the end (what follows it depends on absolute positions), or where the sequence cannot
+        stand at `first`; the reachable positions are named. Copies nothing.
+        """
+        with self._in_use():
+            which = range(self.num_sequences) if seq_id == -1 else [seq_id]
+            cuts = {seq: self._cut_at(seq, first, end) for seq in which}
+            for seq, position in cuts.items():
+                self._sequences.check_cut(seq, position)
+            for seq, position in cuts.items():
+                self._sequences.cut(seq, position)
+
+    def copy(self, source: int, target: int) -> int:
+        """Make `target` hold what `source` holds; returns the bytes moved.
+
+        What `target` held is replaced. Only live rows are copied. Onto itself it does nothing.
+        """
+        with self._in_use():
+            self._check_seq(source)
+            self._check_seq(target)
+            if source == target:
+                return 0
+            moves = self._sequences.live_rows(source, target)
+            with interrupts_held():
+                self._sequences.clear(target)
+                moved = copy_rows(self._binder, self._contract, self._caches, moves)
+                self._sequences.copied(source, target)
+            return moved
+
+    def keep(self, seq_id: int) -> None:
+        """Forget every sequence but one."""
+        with self._in_use():
+            self._check_seq(seq_id)
+            for seq in range(self.num_sequences):
+                if seq != seq_id:
+                    self._sequences.clear(seq)
+
+    def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
+        """Refused: block phase and stored rows depend on the absolute position."""
+        raise self._fixed_positions("shift")
+
+    def divide(self, seq_id: int, first: int, end: int, divisor: int) -> None:
+        """Refused: block phase and stored rows depend on the absolute position."""
+        raise self._fixed_positions("divide")
+
+    def _fixed_positions(self, edit: str) -> UsageError:
+        return UsageError(
+            f"{edit} is not possible for {self.manifest.family}: block phase and stored rows "
+            "depend on the absolute position; decode the text again at its new positions"
+        )
+
+    def _cut_at(self, seq_id: int, first: int, end: int) -> int:
+        """The length a sequence has after `remove`; RewindError for a range in the middle."""
+        self._check_seq(seq_id)
+        length = self._sequences.length(seq_id)
+        start, stop = max(0, first), length if end < 0 else min(end, length)
+        if start >= stop:
+            return length
+        if stop < length:
+            raise RewindError(
+                f"sequence {seq_id}: positions {start} to {stop - 1} cannot be removed while "
+                f"{stop} to {length - 1} stay: rows behind them depend on absolute positions; "
+                f"remove from {start} to the end and decode the rest again"
+            )
+        return start
 
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
@@ -252,7 +343,7 @@ class Engine:
 
     def _step(self, ubatch: UBatch, done: int, batch: Batch) -> tuple[StepPlan, Logits]:
         """Plan, pad, run and commit one ubatch."""
-        plan = plan_step(self._sizes, self._cells, ubatch)
+        plan = plan_step(self._sizes, self._sequences.cells, ubatch)
         bucket = pick_bucket(self.manifest.planners, self.manifest.ladder, plan)
         call = self._bound(bucket)
         self._filler.fill(call.dims, plan, call.arrays)
@@ -262,7 +353,7 @@ class Engine:
             self._session.run_with_iobinding(call.binding)
         except Exception as error:
             raise self._dropped(ubatch, done, error) from error
-        self._cells.commit(plan.reservation)
+        self._sequences.commit(plan.reservation, ubatch)
         if not plan.wanted_rows.size:  # nothing to bring back from the device
             return plan, np.empty((0, self.manifest.vocab_size), np.float32)
         return plan, self._binder.pull(call.results[LOGITS])
@@ -270,8 +361,8 @@ class Engine:
     def _dropped(self, ubatch: UBatch, done: int, error: Exception) -> CachegraphError:
         """The graph may have written state rows of these sequences: they are forgotten."""
         for seq in ubatch.streams:
-            self._cells.clear(seq)
-        kept = {s: n for s, n in self._cells.next_positions().items() if n}
+            self._sequences.clear(seq)
+        kept = {s: n for s, n in self._sequences.cells.next_positions().items() if n}
         lengths = ", ".join(f"{s}: {n}" for s, n in kept.items()) or "none"
         return StepError(
             f"a graph call failed after {done} tokens of the batch were in; sequences "

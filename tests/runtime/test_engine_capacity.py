@@ -107,7 +107,7 @@ def test_a_thousand_churn_cycles_leak_no_rows(engine: Engine) -> None:
     """A65: random prefills, decodes and clears on the host side of an engine."""
     ort = load_onnxruntime()
     host = Engine(engine.folder, engine.manifest, FakeSession(), CpuBinder(ort), "cpu")
-    cells, context = host._cells, engine.manifest.capacity.context
+    cells, context = host._sequences.cells, engine.manifest.capacity.context
     rng = np.random.default_rng(7)
     for _ in range(1000):
         seq, count = int(rng.integers(4)), int(rng.integers(1, context + 1))

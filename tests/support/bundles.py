@@ -131,7 +131,7 @@ def live_rows(engine: Engine, seq: int) -> Rows:
 def _live_places(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]:
     length = engine.length(seq)
     if spec.kind is CacheKind.RAW:
-        cells = engine._cells
+        cells = engine._sequences.cells
         held = cells._members[seq] & (cells._positions > length - 1 - cells.window)
         places = np.flatnonzero(held)
         return places[np.argsort(cells._positions[places])]

@@ -1,0 +1,155 @@
+"""The sequences of an engine: what each holds, where it can stand, and which rows an edit moves.
+
+Bookkeeping only: rows are named here and moved by `rows.py`. Every question that an edit depends on
+is asked of all components before anything changes, and the strictest answer counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.errors import RewindError
+from cachegraph.models.planner_specs import PlannerSpecs
+from cachegraph.runtime.batch import IntArray
+from cachegraph.runtime.cells import CellTable, Reservation
+from cachegraph.runtime.split import UBatch
+
+
+@dataclass(slots=True)
+class _History:
+    """What one sequence holds.
+
+    tokens: ids by position. written: one past the highest position whose state row was written
+    since the sequence was empty; taking tokens back does not lower it, since rejected rows have
+    overwritten older ones.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    written: int = 0
+
+
+class RowMove(NamedTuple):
+    """Rows of one cache kind to copy, as global row numbers of equal count."""
+
+    kind: CacheKind
+    source: IntArray
+    target: IntArray
+
+
+class SequenceTable:
+    """Cells, histories and reach of every sequence."""
+
+    def __init__(self, contract: Contract, specs: PlannerSpecs) -> None:
+        self._contract = contract
+        self._compressors = specs.compressors
+        self._window = specs.raw.window
+        self.cells = CellTable(contract.layout(CacheKind.RAW), specs.raw.window)
+        self._histories = [_History() for _ in range(self.cells.layout.streams)]
+
+    def length(self, seq_id: int) -> int:
+        """Tokens held: the position expected next."""
+        return self.cells.next_position(seq_id)
+
+    def tokens(self, seq_id: int) -> tuple[int, ...]:
+        """The token ids held, by position."""
+        return tuple(self._histories[seq_id].tokens)
+
+    def commit(self, reservation: Reservation, ubatch: UBatch) -> None:
+        """Take a step that has run."""
+        self.cells.commit(reservation)
+        for stream, tokens in zip(
+            ubatch.streams, ubatch.tokens.reshape(-1, ubatch.step), strict=True
+        ):
+            history = self._histories[stream]
+            history.tokens += tokens.tolist()
+            history.written = max(history.written, len(history.tokens))
+
+    def clear(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self.cells.clear(seq_id)
+        self._histories[seq_id] = _History()
+
+    def can_stand(self, seq_id: int, position: int) -> bool:
+        """Whether the sequence can be cut to `position` tokens and go on as if never longer.
+
+        Asked of every component: state rows of the open windows must not be overwritten, and raw
+        rows that the next token sees must still be held. Compressed rows are hidden by counts.
+        """
+        length = self.length(seq_id)
+        if position in (0, length):
+            return True
+        if not 0 < position < length:
+            return False
+        written = self._histories[seq_id].written
+        states = all(
+            spec.oldest_needed(position) >= written - spec.ring_rows
+            for spec in self._compressors
+        )
+        oldest = max(0, position - self._window + 1)
+        return states and self.cells.holds(seq_id, oldest, position)
+
+    def reachable(self, seq_id: int) -> tuple[range, ...]:
+        """Every position the sequence can stand at, as ascending ranges."""
+        length = self.length(seq_id)
+        low = max(0, length - self.cells.layout.rows_per_stream)
+        stands = [p for p in (0, *range(max(1, low), length + 1)) if self.can_stand(seq_id, p)]
+        return _ranges(stands)
+
+    def check_cut(self, seq_id: int, position: int) -> None:
+        """RewindError that names the reachable positions, unless the sequence can stand there."""
+        if self.can_stand(seq_id, position):
+            return
+        spans = ", ".join(
+            str(r.start) if len(r) == 1 else f"{r.start} to {r.stop - 1}"
+            for r in self.reachable(seq_id)
+        )
+        raise RewindError(
+            f"sequence {seq_id} holds {self.length(seq_id)} tokens and cannot be cut to "
+            f"{position}; it can stand at {spans}; rewind there and decode the rest again, or "
+            "export with a larger --rewind"
+        )
+
+    def cut(self, seq_id: int, position: int) -> None:
+        """Take back all tokens from `position` on; `check_cut` was passed. Copies nothing."""
+        if position == 0:
+            self.clear(seq_id)
+            return
+        self.cells.truncate(seq_id, position)
+        del self._histories[seq_id].tokens[position:]
+
+    def live_rows(self, source: int, target: int) -> list[RowMove]:
+        """The rows to copy so that stream `target` holds what `source` holds."""
+        moves = [self._move(CacheKind.RAW, source, target, self.cells.offsets(source))]
+        length, written = self.length(source), self._histories[source].written
+        for spec in self._compressors:
+            ring = np.arange(max(0, written - spec.ring_rows), written) % spec.ring_rows
+            for rows, state in spec.serves:
+                moves.append(self._move(rows, source, target, np.arange(length // spec.ratio)))
+                moves.append(self._move(state, source, target, ring))
+        return moves
+
+    def copied(self, source: int, target: int) -> None:
+        """Make `target` the equal of `source`, whose live rows were copied."""
+        self.clear(target)
+        self.cells.copy(source, target)
+        history = self._histories[source]
+        self._histories[target] = _History(list(history.tokens), history.written)
+
+    def _move(self, kind: CacheKind, source: int, target: int, offsets: IntArray) -> RowMove:
+        layout = self._contract.layout(kind)
+        return RowMove(kind, layout.base(source) + offsets, layout.base(target) + offsets)
+
+
+def _ranges(values: Iterable[int]) -> tuple[range, ...]:
+    spans: list[range] = []
+    for value in values:
+        if spans and spans[-1].stop == value:
+            spans[-1] = range(spans[-1].start, value + 1)
+        else:
+            spans.append(range(value, value + 1))
+    return tuple(spans)
