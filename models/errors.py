@@ -9,6 +9,7 @@ CachegraphError
 ├── PlanError           a plan names rows it may not name
 ├── CapacityError       there is no room; nothing has changed
 ├── RewindError         a sequence cannot stand at a position; the reachable ones are named
+├── StateFileError      a saved state is damaged, foreign or too large; live state is as it was
 ├── GraphBuildError     the builder cannot emit what was asked for
 ├── StepError           a graph call failed; the message says which sequences were dropped
 ├── DeviceError         the device asked for is not there, or a node ran elsewhere
@@ -53,6 +54,10 @@ class CapacityError(CachegraphError):
 
 class RewindError(CachegraphError):
     """A sequence cannot be cut where it was asked to; memory is as it was."""
+
+
+class StateFileError(CachegraphError, ValueError):
+    """A saved state cannot be restored; every live row is as it was."""
 
 
 class GraphBuildError(CachegraphError):

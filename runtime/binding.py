@@ -44,6 +44,12 @@ class Binder(Protocol):
     def pull(self, buffer: Buffer) -> Array:
         """What the device wrote, as a host array that the next step may overwrite."""
 
+    def read_rows(self, buffer: Buffer, rows: Array) -> Array:
+        """A copy of rows of a cache."""
+
+    def write_rows(self, buffer: Buffer, rows: Array, values: Array) -> None:
+        """Overwrite rows of a cache."""
+
     def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
         """Copy rows of a cache to other rows of it."""
 
@@ -71,6 +77,15 @@ class CpuBinder:
     def pull(self, buffer: Buffer) -> Array:
         """The shared array."""
         return buffer.array
+
+    def read_rows(self, buffer: Buffer, rows: Array) -> Array:
+        """A copy of the shared rows."""
+        copy: Array = buffer.array[rows]
+        return copy
+
+    def write_rows(self, buffer: Buffer, rows: Array, values: Array) -> None:
+        """Into the shared memory."""
+        buffer.array[rows] = values
 
     def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
         """A copy inside the shared memory."""
@@ -118,6 +133,14 @@ class CudaBinder:
         """One device-to-host copy."""
         array: Array = buffer.value.numpy()
         return array
+
+    def read_rows(self, buffer: Buffer, rows: Array) -> Array:
+        """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
+        raise DeviceError("reading rows on a GPU is not supported yet; use device cpu")
+
+    def write_rows(self, buffer: Buffer, rows: Array, values: Array) -> None:
+        """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
+        raise DeviceError("writing rows on a GPU is not supported yet; use device cpu")
 
     def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
         """DeviceError: ONNX Runtime's Python API moves whole tensors only."""

@@ -113,6 +113,21 @@ class CellTable:
         held = self._positions[self._members[sequence]]
         return int(((held >= first) & (held < end)).sum()) == end - first
 
+    def first_held(self, sequence: int) -> int:
+        """The first position from which on all are held, up to the last."""
+        held = np.sort(self._positions[self._members[sequence]])
+        if not held.size:
+            return 0
+        gaps = (np.diff(held) != 1).nonzero()[0]
+        return int(held[gaps[-1] + 1] if gaps.size else held[0])
+
+    def place(self, sequence: int, positions: IntArray) -> None:
+        """Give a sequence that holds nothing the cells of consecutive positions."""
+        rows = self.layout.base(sequence) + positions % self.layout.rows_per_stream
+        self._positions[rows] = positions
+        self._members[sequence, rows] = True
+        self._ends[sequence] = positions[-1] + 1 if positions.size else 0
+
     def offsets(self, sequence: int) -> IntArray:
         """Rows of a sequence's cells, counted from the start of its stream."""
         offsets: IntArray = self._members[sequence].nonzero()[0] - self.layout.base(sequence)

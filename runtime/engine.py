@@ -8,7 +8,7 @@ that was refused leaves no trace. Knows nothing of text: `generate` turns ids in
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,14 @@ from cachegraph.runtime.ort import (
 from cachegraph.runtime.padding import Filler
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
 from cachegraph.runtime.rows import copy_rows, zero_stream
+from cachegraph.runtime.saved import (
+    Rows,
+    SavedSequence,
+    identity_of,
+    read_state,
+    write_state,
+)
+from cachegraph.runtime.saved_rows import check_placement, collect
 from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch, split_batch
 from cachegraph.runtime.text import TextCodec
@@ -273,6 +281,60 @@ class Engine:
             for seq in range(self.num_sequences):
                 if seq != seq_id:
                     self._sequences.clear(seq)
+
+    def save(self, path: str | Path, seq_ids: Sequence[int] | None = None) -> int:
+        """Save sequences (all that hold tokens by default) to one file; returns its bytes.
+
+        Atomic: an error leaves what was at `path`.
+        """
+        with self._in_use():
+            held = [s for s in range(self.num_sequences) if self._sequences.length(s)]
+            for seq in seq_ids or ():
+                self._check_seq(seq)
+            saved: list[SavedSequence] = []
+            tensors: dict[str, Rows] = {}
+            for seq in held if seq_ids is None else dict.fromkeys(seq_ids):
+                part, rows = collect(
+                    seq, self._sequences, self._binder, self._contract, self._caches
+                )
+                saved.append(part)
+                tensors |= rows
+            write_state(Path(path), identity_of(self.manifest), saved, tensors)
+            return Path(path).stat().st_size
+
+    def restore(
+        self, path: str | Path, targets: Mapping[int, int] | None = None
+    ) -> dict[int, int]:
+        """Restore saved sequences; returns saved id -> slot.
+
+        targets: saved id -> slot; by default every saved sequence into the slot of its id. What a
+        slot held is replaced. StateFileError or CapacityError leaves every live row as it was.
+        """
+        with self._in_use():
+            description, tensors = read_state(Path(path), identity_of(self.manifest))
+            if targets is None:
+                targets = {saved.seq_id: saved.seq_id for saved in description.sequences}
+            for slot in targets.values():
+                self._check_seq(slot)
+            if len(set(targets.values())) < len(targets):
+                raise UsageError(f"two saved sequences want one slot: {dict(targets)}")
+            placed = check_placement(
+                Path(path),
+                description,
+                tensors,
+                targets,
+                self._sequences,
+                self._contract,
+                self.manifest.capacity.context,
+            )
+            with interrupts_held():
+                for slot, rows, values, ids in placed:
+                    self._sequences.clear(slot)
+                    for spec in self._contract.caches:
+                        cache = self._caches[spec.name]
+                        self._binder.write_rows(cache, rows.rows[spec.kind], values[spec.name])
+                    self._sequences.restored(slot, rows, ids)
+            return dict(targets)
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
         """Refused: block phase and stored rows depend on the absolute position."""

@@ -6,14 +6,14 @@ is asked of all components before anything changes, and the strictest answer cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from cachegraph.models.contract import CacheKind, Contract
-from cachegraph.models.errors import RewindError
+from cachegraph.models.errors import CapacityError, RewindError, StateFileError
 from cachegraph.models.planner_specs import PlannerSpecs
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.cells import CellTable, Reservation
@@ -39,6 +39,19 @@ class RowMove(NamedTuple):
     kind: CacheKind
     source: IntArray
     target: IntArray
+
+
+class StoredRows(NamedTuple):
+    """The rows of one sequence, by cache kind, in the order of their positions.
+
+    Raw rows are those of positions raw_first .. length - 1, state rows those of state_first ..
+    length - 1, compressed rows those of every finished block.
+    """
+
+    length: int
+    raw_first: int
+    state_first: dict[CacheKind, int]
+    rows: dict[CacheKind, IntArray]
 
 
 class SequenceTable:
@@ -139,6 +152,69 @@ class SequenceTable:
         self.cells.copy(source, target)
         history = self._histories[source]
         self._histories[target] = _History(list(history.tokens), history.written)
+
+    def stored(self, seq_id: int) -> StoredRows:
+        """Where the rows of a sequence lie, by position, for a save."""
+        length, history = self.length(seq_id), self._histories[seq_id]
+        raw_first = self.cells.first_held(seq_id)
+        state_first = {
+            spec.kind: min(length, max(0, history.written - spec.ring_rows))
+            for spec in self._compressors
+        }
+        return self._rows_at(seq_id, length, raw_first, state_first)
+
+    def slots_for(
+        self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
+    ) -> StoredRows:
+        """Where saved rows of a sequence go here; the oldest of them may find no room.
+
+        CapacityError where the context is too short, StateFileError where a row is missing that
+        the sequence needs.
+        """
+        raw = max(raw_first, length - self.cells.layout.rows_per_stream)
+        states = {
+            spec.kind: max(state_first.get(spec.kind, length), length - spec.ring_rows)
+            for spec in self._compressors
+        }
+        for spec in self._compressors:
+            if length // spec.ratio > self._contract.layout(spec.kind).rows_per_stream:
+                raise CapacityError(
+                    f"a saved sequence of {length} tokens does not fit this bundle's context; "
+                    "export with a larger --context"
+                )
+            if states[spec.kind] > spec.oldest_needed(length):
+                raise StateFileError(
+                    f"saved state: {spec.kind.value} rows begin at {states[spec.kind]}, the "
+                    f"open window at {spec.oldest_needed(length)}"
+                )
+        if raw > max(0, length - self._window + 1):
+            raise StateFileError(f"saved state: raw rows begin at {raw}, inside the window")
+        return self._rows_at(seq_id, length, raw, states)
+
+    def restored(self, seq_id: int, rows: StoredRows, tokens: Sequence[int]) -> None:
+        """Make a sequence what was saved; its rows are in place."""
+        self.clear(seq_id)
+        self.cells.place(seq_id, np.arange(rows.raw_first, rows.length))
+        written = rows.length
+        for spec in self._compressors:
+            first = rows.state_first[spec.kind]
+            if first:  # older rows are not here: as if later ones had replaced them
+                written = max(written, first + spec.ring_rows)
+        self._histories[seq_id] = _History([int(token) for token in tokens], written)
+
+    def _rows_at(
+        self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
+    ) -> StoredRows:
+        layout = self._contract.layout
+        raw = layout(CacheKind.RAW)
+        cells = np.arange(raw_first, length) % raw.rows_per_stream
+        rows = {CacheKind.RAW: raw.base(seq_id) + cells}
+        for spec in self._compressors:
+            ring = np.arange(state_first[spec.kind], length) % spec.ring_rows
+            for kind, state in spec.serves:
+                rows[kind] = layout(kind).base(seq_id) + np.arange(length // spec.ratio)
+                rows[state] = layout(state).base(seq_id) + ring
+        return StoredRows(length, raw_first, dict(state_first), rows)
 
     def _move(self, kind: CacheKind, source: int, target: int, offsets: IntArray) -> RowMove:
         layout = self._contract.layout(kind)

@@ -1,0 +1,189 @@
+"""Saved sequences: one safetensors file that continues as if it had never stopped.
+
+Rows are stored by position, not by place, so that a file can be restored into another slot and into
+an engine with another capacity. What must agree is the identity: weights, model constants, cache
+widths and types. Every tensor and the description itself are hashed; a file is written whole or not
+at all, and read and checked in full before a row changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from cachegraph.models.contract import CacheKind
+from cachegraph.models.errors import StateFileError
+from cachegraph.models.manifest import Manifest
+
+FORMAT_VERSION = 1
+_DESCRIPTION, _DIGEST = "cachegraph_state", "sha256"
+Rows = NDArray[Any]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Identity(_Part):
+    """What a file and an engine must agree in. Never capacity, slot count or path."""
+
+    family: str
+    weights_sha256: str
+    config: dict[str, Any]
+    caches: dict[str, tuple[int, str]]  # contract name -> width, dtype
+    state_layout: Literal[1] = 1
+
+
+class SavedSequence(_Part):
+    """One sequence. The token ids are a tensor; positions are 0 .. length - 1.
+
+    raw_first: first position whose raw row is stored. state_first: the same for the state rows of
+    each compressor; both run to length - 1. Compressed rows are stored from the first.
+    """
+
+    seq_id: int
+    length: int
+    raw_first: int
+    state_first: dict[CacheKind, int]
+
+
+class Description(_Part):
+    """The JSON header of a file."""
+
+    format_version: Literal[1] = 1
+    identity: Identity
+    sequences: tuple[SavedSequence, ...]
+    tensors: dict[str, str]  # name -> sha256 of its bytes
+
+
+def identity_of(manifest: Manifest) -> Identity:
+    """The identity of a bundle."""
+    assert manifest.weights is not None
+    return Identity(
+        family=manifest.family,
+        weights_sha256=manifest.weights.sha256,
+        config=manifest.config,
+        caches={c.name: (c.width, c.dtype.value) for c in manifest.caches},
+    )
+
+
+def tokens_name(seq_id: int) -> str:
+    """Name of a sequence's token ids, int64 [length]."""
+    return f"{seq_id}.tokens"
+
+
+def rows_name(seq_id: int, cache: str) -> str:
+    """Name of a sequence's stored rows of one cache."""
+    return f"{seq_id}.{cache}"
+
+
+def write_state(
+    path: Path,
+    identity: Identity,
+    sequences: Iterable[SavedSequence],
+    tensors: Mapping[str, Rows],
+) -> None:
+    """Write atomically: temporary file, fsync, rename. OSError leaves what was at `path`."""
+    description = Description(
+        identity=identity,
+        sequences=tuple(sequences),
+        tensors={name: _digest(values) for name, values in tensors.items()},
+    )
+    text = description.model_dump_json()
+    metadata = {_DESCRIPTION: text, _DIGEST: hashlib.sha256(text.encode()).hexdigest()}
+    data = save(dict(tensors), metadata=metadata)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def read_state(path: Path, identity: Identity) -> tuple[Description, dict[str, Rows]]:
+    """Read and check a file in full; StateFileError names what is wrong or differs."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise StateFileError(f"{path} does not exist") from None
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise StateFileError(f"{path} is damaged or no saved state: {error}") from None
+    description = _description(path, data)
+    _check_identity(path, description.identity, identity)
+    for name, digest in description.tensors.items():
+        if name not in tensors or _digest(tensors[name]) != digest:
+            raise StateFileError(
+                f"{path}: tensor {name!r} is damaged; save the sequence again"
+            )
+    if extra := set(tensors) - set(description.tensors):
+        raise StateFileError(f"{path}: tensor {min(extra)!r} is not in its description")
+    return description, tensors
+
+
+def _description(path: Path, data: bytes) -> Description:
+    length = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
+    text = metadata.get(_DESCRIPTION)
+    if text is None:
+        raise StateFileError(f"{path} is no state saved by cachegraph")
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_DIGEST):
+        raise StateFileError(f"{path}: its description is damaged; save the sequence again")
+    version = json.loads(text).get("format_version")
+    if version != FORMAT_VERSION:
+        raise StateFileError(
+            f"{path} has state format {version!r}; this cachegraph reads {FORMAT_VERSION}"
+        )
+    try:
+        return Description.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise StateFileError(f"{path}: field {field!r}: {first['msg']}") from None
+
+
+def _check_identity(path: Path, saved: Identity, ours: Identity) -> None:
+    for field in Identity.model_fields:
+        theirs, mine = getattr(saved, field), getattr(ours, field)
+        if theirs == mine:
+            continue
+        if isinstance(theirs, dict):
+            keys = sorted(set(theirs) | set(mine))
+            key = next(k for k in keys if theirs.get(k) != mine.get(k))
+            field, theirs, mine = f"{field}.{key}", theirs.get(key), mine.get(key)
+        raise StateFileError(
+            f"{path} was saved by another bundle: {field} is {theirs!r} there and {mine!r} here; "
+            "restore it into the bundle that saved it"
+        )
+
+
+def _digest(values: Rows) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename last through a power cut, where the system lets folders be synced."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

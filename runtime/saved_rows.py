@@ -1,0 +1,107 @@
+"""Between a state file and live caches: how a sequence is stored, and where it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from cachegraph.models.contract import Contract
+from cachegraph.models.errors import CapacityError, StateFileError
+from cachegraph.runtime.binding import Binder, Buffer
+from cachegraph.runtime.saved import (
+    Description,
+    Rows,
+    SavedSequence,
+    rows_name,
+    tokens_name,
+)
+from cachegraph.runtime.sequences import SequenceTable, StoredRows
+
+
+class Placed(NamedTuple):
+    """A checked sequence: its slot, its rows there, and their values by cache name."""
+
+    slot: int
+    rows: StoredRows
+    values: dict[str, Rows]
+    tokens: list[int]
+
+
+def collect(
+    seq_id: int,
+    table: SequenceTable,
+    binder: Binder,
+    contract: Contract,
+    caches: Mapping[str, Buffer],
+) -> tuple[SavedSequence, dict[str, Rows]]:
+    """Copies of everything that one sequence carries."""
+    stored = table.stored(seq_id)
+    tensors: dict[str, Rows] = {tokens_name(seq_id): np.array(table.tokens(seq_id), np.int64)}
+    for spec in contract.caches:
+        values = binder.read_rows(caches[spec.name], stored.rows[spec.kind])
+        tensors[rows_name(seq_id, spec.name)] = values
+    saved = SavedSequence(
+        seq_id=seq_id,
+        length=stored.length,
+        raw_first=stored.raw_first,
+        state_first=stored.state_first,
+    )
+    return saved, tensors
+
+
+def check_placement(
+    path: Path,
+    description: Description,
+    tensors: Mapping[str, Rows],
+    targets: Mapping[int, int],
+    table: SequenceTable,
+    contract: Contract,
+    context: int,
+) -> list[Placed]:
+    """Check every wanted sequence in full and say where its rows go; nothing is written.
+
+    targets: saved sequence id -> slot. StateFileError or CapacityError names what does not fit.
+    """
+    by_id = {saved.seq_id: saved for saved in description.sequences}
+    placed = []
+    for seq_id, slot in targets.items():
+        if seq_id not in by_id:
+            raise StateFileError(
+                f"{path} holds sequences {sorted(by_id)}, not {seq_id}; choose one of them"
+            )
+        saved = by_id[seq_id]
+        if saved.length > context:
+            raise CapacityError(
+                f"{path}: sequence {seq_id} has {saved.length} tokens, the context holds "
+                f"{context}; export with a larger --context"
+            )
+        tokens = _tensor(path, tensors, tokens_name(seq_id))
+        if tokens.shape != (saved.length,):
+            raise StateFileError(f"{path}: {tokens.size} token ids, wanted {saved.length}")
+        rows = table.slots_for(slot, saved.length, saved.raw_first, saved.state_first)
+        values = {
+            spec.name: _newest(
+                path,
+                _tensor(path, tensors, rows_name(seq_id, spec.name)),
+                (rows.rows[spec.kind].size, spec.width),
+            )
+            for spec in contract.caches
+        }
+        placed.append(Placed(slot, rows, values, tokens.tolist()))
+    return placed
+
+
+def _newest(path: Path, stored: Rows, shape: tuple[int, int]) -> Rows:
+    """The last rows of a stored tensor: what an engine with less room keeps."""
+    if stored.ndim != 2 or stored.shape[1] != shape[1] or len(stored) < shape[0]:
+        raise StateFileError(f"{path}: rows of shape {stored.shape}, wanted {shape} at least")
+    return stored[len(stored) - shape[0] :]
+
+
+def _tensor(path: Path, tensors: Mapping[str, Rows], name: str) -> Rows:
+    if name not in tensors:
+        raise StateFileError(f"{path}: tensor {name!r} is missing; save the sequence again")
+    return tensors[name]
