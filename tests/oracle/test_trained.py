@@ -1,7 +1,7 @@
 """The shipped model: held-out text, greedy text, and what quantised weights cost.
 
 Text is the standard library's, files that the model was not trained on. Two runs may part where
-two blocks tie in the indexer (ReLU makes exact zeros): texts for logits are drawn until none is near.
+two blocks tie in the indexer (ReLU makes exact zeros): texts for logits are drawn until none do.
 """
 
 from __future__ import annotations
