@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from cachegraph.models.buckets import Bucket
 from cachegraph.models.errors import (
     CachegraphError,
     ConfigError,
-    RewindError,
     StepError,
     UsageError,
 )
@@ -33,13 +32,12 @@ from cachegraph.runtime.binding import (
     BoundCall,
     CpuBinder,
     CudaBinder,
-    allocate_caches,
     bind_call,
 )
 from cachegraph.runtime.bundle import open_bundle
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
-from cachegraph.runtime.memory import MemoryReport, initial_caches, memory_report
+from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.ort import (
     DeviceName,
     Optimization,
@@ -50,21 +48,20 @@ from cachegraph.runtime.ort import (
 )
 from cachegraph.runtime.padding import Filler
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
-from cachegraph.runtime.rows import copy_rows, zero_stream
-from cachegraph.runtime.saved import (
-    Rows,
-    SavedSequence,
-    identity_of,
-    read_state,
-    write_state,
-)
-from cachegraph.runtime.saved_rows import check_placement, collect
-from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch, split_batch
+from cachegraph.runtime.store import SequenceStore
 from cachegraph.runtime.text import TextCodec
 
 Logits = NDArray[np.float32]
 LOGITS = "logits"
+
+
+class Prefill(NamedTuple):
+    """Logits after the last token, float32 [vocab]; tokens that were reused, and decoded."""
+
+    logits: Logits
+    reused: int
+    planned: int
 
 
 class Engine:
@@ -85,8 +82,7 @@ class Engine:
         self._contract = manifest.contract
         self._session = session
         self._binder = binder
-        self._caches = allocate_caches(binder, self._contract, initial_caches(self._contract))
-        self._sequences = SequenceTable(self._contract, manifest.planners)
+        self._store = SequenceStore(manifest, binder)
         self._sizes = StepSizes.of(manifest.planners, self._contract)
         self._filler = Filler(self._contract, manifest.planners)
         self._calls: dict[Bucket, BoundCall] = {}
@@ -142,8 +138,8 @@ class Engine:
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""
         self._check_open()
-        self._check_seq(seq_id)
-        return self._sequences.length(seq_id)
+        self._store.check_id(seq_id)
+        return self._store.table.length(seq_id)
 
     def decode(
         self, batch: Batch, progress: Callable[[int, int], None] | None = None
@@ -163,19 +159,19 @@ class Engine:
                 vocab_size=self.manifest.vocab_size,
                 context=self.manifest.capacity.context,
                 sequences=self.num_sequences,
-                next_positions=self._sequences.cells.next_positions(),
+                next_positions=self._store.table.cells.next_positions(),
             )
             ubatches = split_batch(batch, self.manifest.ladder)
-            self._sequences.cells.check_room(ubatches)
+            self._store.table.cells.check_room(ubatches)
             return self._run_all(batch, ubatches, progress)
 
-    def prefill(
+    def append(
         self,
         tokens: Sequence[int] | NDArray[np.int64],
         seq_id: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Logits:
-        """Append tokens to a sequence; returns the logits after the last one, float32 [vocab]."""
+        """Add tokens to a sequence; returns the logits after the last one, float32 [vocab]."""
         start = self.length(seq_id)
         count = len(tokens)
         wanted = np.zeros(count, np.bool_)
@@ -185,6 +181,26 @@ class Engine:
         )
         logits: Logits = self.decode(batch, progress)[0]
         return logits
+
+    def prefill(
+        self,
+        tokens: Sequence[int] | NDArray[np.int64],
+        seq_id: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Prefill:
+        """Make a sequence hold exactly `tokens`, reusing what it holds already.
+
+        The longest common prefix is kept, back to the nearest position where the sequence can
+        stand; at least one token is always decoded, for its logits. Where the whole batch is
+        refused, the sequence may have been cut, and says so by `length`.
+        """
+        ids = [int(token) for token in tokens]
+        self._check_open()
+        self._store.check_id(seq_id)
+        reused = self._store.table.reusable(seq_id, ids)
+        self.remove(seq_id, reused)
+        logits = self.append(ids[reused:], seq_id, progress)
+        return Prefill(logits, reused, len(ids) - reused)
 
     def generate(
         self,
@@ -218,14 +234,14 @@ class Engine:
     def tokens(self, seq_id: int) -> tuple[int, ...]:
         """The token ids that a sequence holds, by position."""
         self._check_open()
-        self._check_seq(seq_id)
-        return self._sequences.tokens(seq_id)
+        self._store.check_id(seq_id)
+        return self._store.table.tokens(seq_id)
 
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """The positions that a sequence can be cut to, as ascending ranges."""
         self._check_open()
-        self._check_seq(seq_id)
-        return self._sequences.reachable(seq_id)
+        self._store.check_id(seq_id)
+        return self._store.table.reachable(seq_id)
 
     def clear(self, seq_id: int | None = None, *, data: bool = False) -> None:
         """Forget a sequence, or all of them.
@@ -233,13 +249,8 @@ class Engine:
         Its rows need no erasing, since no plan reads them; `data` zeroes them all the same.
         """
         with self._in_use():
-            which = range(self.num_sequences) if seq_id is None else [seq_id]
-            for seq in which:
-                self._check_seq(seq)
-            for seq in which:
-                self._sequences.clear(seq)
-                if data:
-                    zero_stream(self._binder, self._contract, self._caches, seq)
+            for seq in range(self.num_sequences) if seq_id is None else [seq_id]:
+                self._store.clear(seq, data=data)
 
     def remove(self, seq_id: int, first: int, end: int = -1) -> None:
         """Take tokens back from the end of a sequence: positions `first` to `end` - 1.
@@ -250,12 +261,7 @@ class Engine:
         stand at `first`; the reachable positions are named. Copies nothing.
         """
         with self._in_use():
-            which = range(self.num_sequences) if seq_id == -1 else [seq_id]
-            cuts = {seq: self._cut_at(seq, first, end) for seq in which}
-            for seq, position in cuts.items():
-                self._sequences.check_cut(seq, position)
-            for seq, position in cuts.items():
-                self._sequences.cut(seq, position)
+            self._store.remove(seq_id, first, end)
 
     def copy(self, source: int, target: int) -> int:
         """Make `target` hold what `source` holds; returns the bytes moved.
@@ -263,24 +269,14 @@ class Engine:
         What `target` held is replaced. Only live rows are copied. Onto itself it does nothing.
         """
         with self._in_use():
-            self._check_seq(source)
-            self._check_seq(target)
-            if source == target:
-                return 0
-            moves = self._sequences.live_rows(source, target)
-            with interrupts_held():
-                self._sequences.clear(target)
-                moved = copy_rows(self._binder, self._contract, self._caches, moves)
-                self._sequences.copied(source, target)
-            return moved
+            return self._store.copy(source, target)
 
     def keep(self, seq_id: int) -> None:
         """Forget every sequence but one."""
         with self._in_use():
-            self._check_seq(seq_id)
-            for seq in range(self.num_sequences):
-                if seq != seq_id:
-                    self._sequences.clear(seq)
+            self._store.check_id(seq_id)
+            for seq in set(range(self.num_sequences)) - {seq_id}:
+                self._store.clear(seq)
 
     def save(self, path: str | Path, seq_ids: Sequence[int] | None = None) -> int:
         """Save sequences (all that hold tokens by default) to one file; returns its bytes.
@@ -288,19 +284,7 @@ class Engine:
         Atomic: an error leaves what was at `path`.
         """
         with self._in_use():
-            held = [s for s in range(self.num_sequences) if self._sequences.length(s)]
-            for seq in seq_ids or ():
-                self._check_seq(seq)
-            saved: list[SavedSequence] = []
-            tensors: dict[str, Rows] = {}
-            for seq in held if seq_ids is None else dict.fromkeys(seq_ids):
-                part, rows = collect(
-                    seq, self._sequences, self._binder, self._contract, self._caches
-                )
-                saved.append(part)
-                tensors |= rows
-            write_state(Path(path), identity_of(self.manifest), saved, tensors)
-            return Path(path).stat().st_size
+            return self._store.save(Path(path), seq_ids)
 
     def restore(
         self, path: str | Path, targets: Mapping[int, int] | None = None
@@ -311,30 +295,7 @@ class Engine:
         slot held is replaced. StateFileError or CapacityError leaves every live row as it was.
         """
         with self._in_use():
-            description, tensors = read_state(Path(path), identity_of(self.manifest))
-            if targets is None:
-                targets = {saved.seq_id: saved.seq_id for saved in description.sequences}
-            for slot in targets.values():
-                self._check_seq(slot)
-            if len(set(targets.values())) < len(targets):
-                raise UsageError(f"two saved sequences want one slot: {dict(targets)}")
-            placed = check_placement(
-                Path(path),
-                description,
-                tensors,
-                targets,
-                self._sequences,
-                self._contract,
-                self.manifest.capacity.context,
-            )
-            with interrupts_held():
-                for slot, rows, values, ids in placed:
-                    self._sequences.clear(slot)
-                    for spec in self._contract.caches:
-                        cache = self._caches[spec.name]
-                        self._binder.write_rows(cache, rows.rows[spec.kind], values[spec.name])
-                    self._sequences.restored(slot, rows, ids)
-            return dict(targets)
+            return self._store.restore(Path(path), targets)
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
         """Refused: block phase and stored rows depend on the absolute position."""
@@ -350,26 +311,11 @@ class Engine:
             "depend on the absolute position; decode the text again at its new positions"
         )
 
-    def _cut_at(self, seq_id: int, first: int, end: int) -> int:
-        """The length a sequence has after `remove`; RewindError for a range in the middle."""
-        self._check_seq(seq_id)
-        length = self._sequences.length(seq_id)
-        start, stop = max(0, first), length if end < 0 else min(end, length)
-        if start >= stop:
-            return length
-        if stop < length:
-            raise RewindError(
-                f"sequence {seq_id}: positions {start} to {stop - 1} cannot be removed while "
-                f"{stop} to {length - 1} stay: rows behind them depend on absolute positions; "
-                f"remove from {start} to the end and decode the rest again"
-            )
-        return start
-
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
         self._calls.clear()
-        self._caches.clear()
+        self._store.caches.clear()
         self._session = None
 
     def __enter__(self) -> Engine:
@@ -405,7 +351,7 @@ class Engine:
 
     def _step(self, ubatch: UBatch, done: int, batch: Batch) -> tuple[StepPlan, Logits]:
         """Plan, pad, run and commit one ubatch."""
-        plan = plan_step(self._sizes, self._sequences.cells, ubatch)
+        plan = plan_step(self._sizes, self._store.table.cells, ubatch)
         bucket = pick_bucket(self.manifest.planners, self.manifest.ladder, plan)
         call = self._bound(bucket)
         self._filler.fill(call.dims, plan, call.arrays)
@@ -415,7 +361,7 @@ class Engine:
             self._session.run_with_iobinding(call.binding)
         except Exception as error:
             raise self._dropped(ubatch, done, error) from error
-        self._sequences.commit(plan.reservation, ubatch)
+        self._store.table.commit(plan.reservation, ubatch)
         if not plan.wanted_rows.size:  # nothing to bring back from the device
             return plan, np.empty((0, self.manifest.vocab_size), np.float32)
         return plan, self._binder.pull(call.results[LOGITS])
@@ -423,8 +369,8 @@ class Engine:
     def _dropped(self, ubatch: UBatch, done: int, error: Exception) -> CachegraphError:
         """The graph may have written state rows of these sequences: they are forgotten."""
         for seq in ubatch.streams:
-            self._sequences.clear(seq)
-        kept = {s: n for s, n in self._sequences.cells.next_positions().items() if n}
+            self._store.table.clear(seq)
+        kept = {s: n for s, n in self._store.table.cells.next_positions().items() if n}
         lengths = ", ".join(f"{s}: {n}" for s, n in kept.items()) or "none"
         return StepError(
             f"a graph call failed after {done} tokens of the batch were in; sequences "
@@ -439,7 +385,7 @@ class Engine:
                 self._session,
                 self._binder,
                 self._contract,
-                self._caches,
+                self._store.caches,
                 self.manifest.dims(bucket),
             )
         return self._calls[bucket]
@@ -447,12 +393,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("this engine is closed; load the bundle again")
-
-    def _check_seq(self, seq_id: int) -> None:
-        if not 0 <= seq_id < self.num_sequences:
-            raise UsageError(
-                f"no sequence {seq_id}; this bundle holds 0 to {self.num_sequences - 1}"
-            )
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

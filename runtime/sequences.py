@@ -113,6 +113,22 @@ class SequenceTable:
         stands = [p for p in (0, *range(max(1, low), length + 1)) if self.can_stand(seq_id, p)]
         return _ranges(stands)
 
+    def reusable(self, seq_id: int, tokens: Sequence[int]) -> int:
+        """How many of `tokens` need no decoding: the longest common prefix with what is held.
+
+        Cut back to where the sequence can stand, and to leave one token to decode.
+        """
+        held = self._histories[seq_id].tokens
+        common = 0
+        for mine, theirs in zip(held, tokens, strict=False):
+            if mine != theirs:
+                break
+            common += 1
+        position = min(common, len(tokens) - 1)
+        while position > 0 and not self.can_stand(seq_id, position):
+            position -= 1
+        return max(0, position)
+
     def check_cut(self, seq_id: int, position: int) -> None:
         """RewindError that names the reachable positions, unless the sequence can stand there."""
         if self.can_stand(seq_id, position):

@@ -133,7 +133,7 @@ def poison(engine: Engine) -> None:
     """Junk in every row that no sequence owns: it must not show."""
     engine.clear()
     for spec in engine.manifest.contract.caches:
-        rows = engine._caches[spec.name].array
+        rows = engine._store.caches[spec.name].array
         rows[: spec.layout.live_rows] = 37.0
         rows[spec.layout.spare_start :] = -41.0
 

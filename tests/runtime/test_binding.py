@@ -131,7 +131,7 @@ def test_a_cache_without_memory_names_layer_kind_and_bytes(bundles: Bundles) -> 
 def test_the_memory_report_is_what_is_allocated(engine: Engine) -> None:
     by_kind: Counter[Any] = Counter()
     for spec in engine.manifest.contract.caches:
-        by_kind[spec.kind] += engine._caches[spec.name].array.nbytes
+        by_kind[spec.kind] += engine._store.caches[spec.name].array.nbytes
     assert engine.memory.by_kind == by_kind
     assert engine.memory.total == sum(by_kind.values())
     assert engine.memory == memory_report(engine.manifest.contract)
@@ -148,7 +148,7 @@ class Device:
         manifest = read_manifest(folder)
         self.engine = Engine(folder, manifest, self.session, binder, "cuda")
         self.caches: dict[str, DeviceValue] = {
-            spec.name: self.engine._caches[spec.name].value
+            spec.name: self.engine._store.caches[spec.name].value
             for spec in manifest.contract.caches
         }
 
@@ -256,13 +256,13 @@ def test_cuda_gives_the_logits_of_the_cpu(cuda: Engine, engine: Engine) -> None:
 @pytest.mark.r5
 def test_cuda_writes_caches_in_place(cuda: Engine, engine: Engine) -> None:
     """The device buffers hold the rows of the CPU, at the addresses they had before."""
-    addresses = {name: buffer.value.data_ptr() for name, buffer in cuda._caches.items()}
+    addresses = {name: buffer.value.data_ptr() for name, buffer in cuda._store.caches.items()}
     for counts in ({0: 30, 3: 2}, {1: 11}, {2: 1}):
         feed(cuda, counts)
         feed(engine, counts)
     wanted = snapshot(engine)
     for spec in cuda.manifest.contract.caches:
-        value = cuda._caches[spec.name].value
+        value = cuda._store.caches[spec.name].value
         assert value.data_ptr() == addresses[spec.name]
         for seq, count in {0: 30, 1: 11, 2: 1, 3: 2}.items():
             first = spec.layout.base(seq)

@@ -36,7 +36,9 @@ def test_a_step_writes_only_the_rows_that_its_plan_names(
 ) -> None:
     engine = engines.get(**choices)
     specs = engine.manifest.contract.caches
-    addresses = {spec.name: engine._caches[spec.name].array.ctypes.data for spec in specs}
+    addresses = {
+        spec.name: engine._store.caches[spec.name].array.ctypes.data for spec in specs
+    }
     taken = snapshot(engine)
     written: set[CacheKind] = set()
 
@@ -56,7 +58,7 @@ def test_a_step_writes_only_the_rows_that_its_plan_names(
             feed(engine, counts, texts={seq: seq + 10 for seq in counts})
     assert written == set(engine.manifest.layouts)
     for spec in specs:
-        assert engine._caches[spec.name].value.data_ptr() == addresses[spec.name]
+        assert engine._store.caches[spec.name].value.data_ptr() == addresses[spec.name]
 
 
 def test_the_output_of_every_cache_is_its_input(engine: Engine) -> None:
@@ -67,7 +69,7 @@ def test_the_output_of_every_cache_is_its_input(engine: Engine) -> None:
         bound = {value.data_ptr() for value in call.binding.get_outputs()}
         assert len(bound) == len(names)
         assert {
-            engine._caches[spec.name].array.ctypes.data for spec in contract.caches
+            engine._store.caches[spec.name].array.ctypes.data for spec in contract.caches
         } < bound
 
 

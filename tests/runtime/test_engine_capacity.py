@@ -96,7 +96,7 @@ def test_a_full_engine_goes_on_after_one_sequence_is_freed(engine: Engine) -> No
     feed(engine, dict.fromkeys(range(4), context))
     for seq in range(4):
         with pytest.raises(CapacityError, match=f"sequence {seq} is full"):
-            engine.prefill([1], seq)
+            engine.append([1], seq)
     engine.clear(2)
     again = feed(engine, {2: 9})[2]
     assert [engine.length(seq) for seq in range(4)] == [context, context, 9, context]
@@ -107,16 +107,16 @@ def test_a_thousand_churn_cycles_leak_no_rows(engine: Engine) -> None:
     """A65: random prefills, decodes and clears on the host side of an engine."""
     ort = load_onnxruntime()
     host = Engine(engine.folder, engine.manifest, FakeSession(), CpuBinder(ort), "cpu")
-    cells, context = host._sequences.cells, engine.manifest.capacity.context
+    cells, context = host._store.table.cells, engine.manifest.capacity.context
     rng = np.random.default_rng(7)
     for _ in range(1000):
         seq, count = int(rng.integers(4)), int(rng.integers(1, context + 1))
         room = context - host.length(seq)
         if count <= room:
-            host.prefill([1] * count, seq)
+            host.append([1] * count, seq)
         else:
             with pytest.raises(CapacityError):
-                host.prefill([1] * count, seq)
+                host.append([1] * count, seq)
             host.clear(seq)
         held = [host.length(s) for s in range(4)]
         assert cells._members.sum(axis=1).tolist() == [
@@ -126,6 +126,6 @@ def test_a_thousand_churn_cycles_leak_no_rows(engine: Engine) -> None:
     assert not cells._members.any()
     assert (cells._positions == -1).all()
     for seq in range(4):
-        host.prefill([1] * context, seq)
+        host.append([1] * context, seq)
     assert len(host._calls) <= 4 * len(list(host.manifest.ladder.sizes()))
     host.close()

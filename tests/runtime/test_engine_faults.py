@@ -108,7 +108,7 @@ def test_ctrl_c_between_calls_keeps_the_calls_before_it(engine: Engine) -> None:
 
 def test_progress_counts_to_the_end(engine: Engine) -> None:
     seen = []
-    engine.prefill([1] * 60, 0, lambda done, total: seen.append((done, total)))
+    engine.append([1] * 60, 0, lambda done, total: seen.append((done, total)))
     assert seen == [(24, 60), (48, 60), (60, 60)]
 
 
@@ -148,13 +148,13 @@ def test_another_thread_is_refused_while_a_step_runs(engine: Engine) -> None:
 
 def test_a_callback_cannot_use_the_engine_that_calls_it(engine: Engine) -> None:
     with pytest.raises(UsageError, match="in use"):
-        engine.prefill([1, 2, 3], 0, lambda done, total: engine.clear())
+        engine.append([1, 2, 3], 0, lambda done, total: engine.clear())
     assert engine.length(0) == 3
 
 
 @pytest.mark.parametrize("seq", [-1, 4, 99])
 def test_an_unknown_sequence_is_refused(engine: Engine, seq: int) -> None:
-    for use in (engine.length, engine.clear, lambda s: engine.prefill([1], s)):
+    for use in (engine.length, engine.clear, lambda s: engine.append([1], s)):
         with pytest.raises(UsageError, match=f"no sequence {seq}; this bundle holds 0 to 3"):
             use(seq)
 
@@ -169,7 +169,7 @@ def test_closing_twice_is_harmless_and_use_after_it_is_refused(bundles: Bundles)
         lambda: feed(engine, {0: 1}),
         lambda: engine.clear(),
         lambda: engine.length(0),
-        lambda: engine.prefill([1]),
+        lambda: engine.append([1]),
         lambda: engine.generate([[1]]),
         lambda: engine.provider,
     )

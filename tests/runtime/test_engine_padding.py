@@ -150,6 +150,6 @@ def test_ids_outside_the_vocabulary_never_reach_the_graph(engine: Engine, bad: i
     feed(engine, {1: 3})
     tokens = [*text(1, 3, 2, 131), bad]
     with watched(engine) as calls, pytest.raises(ValueError, match=f"token 2: id {bad} "):
-        engine.prefill(tokens, 1)
+        engine.append(tokens, 1)
     assert calls == []
     assert engine.length(1) == 3

@@ -39,14 +39,14 @@ LOAD = """
 import sys
 from cachegraph.runtime import Engine
 with Engine.load(sys.argv[1], threads=1, spinning=False) as engine:
-    engine.prefill([1, 2, 3])
+    engine.append([1, 2, 3])
     print(engine.provider)
 """
 IDLE = """
 import sys, time
 from cachegraph.runtime import Engine
 with Engine.load(sys.argv[1], device="cpu", threads=2, spinning=False) as engine:
-    engine.prefill([1] * 24)
+    engine.append([1] * 24)
     start = time.process_time()
     time.sleep(1)
     print(time.process_time() - start)

@@ -118,7 +118,7 @@ def test_rules_4_and_5_padded_lanes_and_blocks_stay_finite(engines: Engines) -> 
         for call in calls:
             padded += int(call.padded_lanes.sum())
             for spec in engine.manifest.contract.caches:
-                rows = engine._caches[spec.name].array[call.written(spec)]
+                rows = engine._store.caches[spec.name].array[call.written(spec)]
                 assert np.isfinite(rows).all(), (spec.name, choices)
         assert padded > 0
 

@@ -294,10 +294,10 @@ def test_progress_is_of_prefills_only() -> None:
 def by_hand(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy tokens, one call each."""
     engine.clear()
-    row, tokens = engine.prefill(prompt), []
+    row, tokens = engine.append(prompt), []
     for _ in range(count):
         tokens.append(int(row.argmax()))
-        row = engine.prefill(tokens[-1:])
+        row = engine.append(tokens[-1:])
     engine.clear()
     return tokens
 
@@ -335,7 +335,7 @@ def test_a_seed_fixes_the_text(engine: Engine) -> None:
 
 @pytest.mark.r2
 def test_logprobs_are_those_of_the_rows(engine: Engine) -> None:
-    row = engine.prefill(PROMPTS[0]).astype(np.float64)
+    row = engine.append(PROMPTS[0]).astype(np.float64)
     engine.clear()
     options = GenerateOptions(max_tokens=1, sampling=SamplingOptions(logprobs=3))
     (event,) = engine.generate([PROMPTS[0]], options)
@@ -347,7 +347,7 @@ def test_logprobs_are_those_of_the_rows(engine: Engine) -> None:
 
 @pytest.mark.r2
 def test_a_call_that_fails_while_generating_frees_the_sequences(engine: Engine) -> None:
-    engine.prefill([1, 2, 3], 3)
+    engine.append([1, 2, 3], 3)
     events = engine.generate(PROMPTS[:2], GREEDY_20)
     next(events)
 

@@ -123,7 +123,9 @@ def live_rows(engine: Engine, seq: int) -> Rows:
     The window's raw rows, all finished compressed rows, and the state ring.
     """
     return {
-        spec.name: engine._caches[spec.name].array[_live_places(engine, spec, seq)].copy()
+        spec.name: engine._store.caches[spec.name]
+        .array[_live_places(engine, spec, seq)]
+        .copy()
         for spec in engine.manifest.contract.caches
     }
 
@@ -131,7 +133,7 @@ def live_rows(engine: Engine, seq: int) -> Rows:
 def _live_places(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]:
     length = engine.length(seq)
     if spec.kind is CacheKind.RAW:
-        cells = engine._sequences.cells
+        cells = engine._store.table.cells
         held = cells._members[seq] & (cells._positions > length - 1 - cells.window)
         places = np.flatnonzero(held)
         return places[np.argsort(cells._positions[places])]

@@ -165,7 +165,7 @@ def cold(
 
 def snapshot(engine: Engine) -> Arrays:
     """A copy of every row of every cache."""
-    return {name: buffer.array.copy() for name, buffer in engine._caches.items()}
+    return {name: buffer.array.copy() for name, buffer in engine._store.caches.items()}
 
 
 def changed_rows(spec: CacheSpec, before: Arrays, after: Arrays) -> set[int]:
@@ -183,7 +183,7 @@ def same_bits(before: Arrays, after: Arrays) -> bool:
 def poison_spare(engine: Engine, value: float) -> None:
     """Fill every spare row of every cache."""
     for spec in engine.manifest.contract.caches:
-        engine._caches[spec.name].array[spec.layout.spare_start :] = value
+        engine._store.caches[spec.name].array[spec.layout.spare_start :] = value
 
 
 def poison_inputs(engine: Engine) -> None:

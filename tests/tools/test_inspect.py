@@ -52,7 +52,7 @@ def test_memory_is_what_an_engine_allocates(bundle: Path, run: Run) -> None:
     told = json.loads(out)["cache_bytes"]
     with open_engine(bundle) as engine:
         sizes = {
-            spec: engine._caches[spec.name].array.nbytes
+            spec: engine._store.caches[spec.name].array.nbytes
             for spec in engine.manifest.contract.caches
         }
     assert told["total"] == sum(sizes.values())

@@ -81,7 +81,7 @@ class OurProgram:
         return self._timed(run)
 
     def _read(self, seq_id: int, tokens: NDArray[np.int64]) -> None:
-        self._next[seq_id] = int(self._engine.prefill(tokens, seq_id).argmax())
+        self._next[seq_id] = int(self._engine.append(tokens, seq_id).argmax())
 
     def _timed(self, work: Any) -> Timing:
         self._session.seconds = 0.0

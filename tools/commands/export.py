@@ -133,7 +133,9 @@ def command(
         experts=experts,
         gather=gather,
         scatter=scatter,
-        capacity=Capacity(context=context, sequences=sequences, max_step=max_step, rewind=rewind),
+        capacity=Capacity(
+            context=context, sequences=sequences, max_step=max_step, rewind=rewind
+        ),
     )
     from cachegraph.graphgen import StaticSize, export, export_preset
 

@@ -1,0 +1,141 @@
+"""The live sequences of an engine: their bookkeeping and their rows, edited together.
+
+Every edit checks all it needs before the first byte moves, and holds interrupts back while rows
+move. Locks and open checks are the engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cachegraph.models.errors import RewindError, UsageError
+from cachegraph.models.manifest import Manifest
+from cachegraph.runtime.binding import Binder, Buffer, allocate_caches
+from cachegraph.runtime.interrupts import interrupts_held
+from cachegraph.runtime.memory import initial_caches
+from cachegraph.runtime.rows import copy_rows, zero_stream
+from cachegraph.runtime.saved import (
+    Rows,
+    SavedSequence,
+    identity_of,
+    read_state,
+    write_state,
+)
+from cachegraph.runtime.saved_rows import check_placement, collect
+from cachegraph.runtime.sequences import SequenceTable
+
+
+class SequenceStore:
+    """Caches, and what each sequence holds in them.
+
+    caches: buffers by contract name. table: the bookkeeping.
+    """
+
+    def __init__(self, manifest: Manifest, binder: Binder) -> None:
+        """Allocates every cache; CapacityError, with nothing kept, where one cannot be had."""
+        self._manifest = manifest
+        self._binder = binder
+        self._contract = manifest.contract
+        self.caches: dict[str, Buffer] = allocate_caches(
+            binder, self._contract, initial_caches(self._contract)
+        )
+        self.table = SequenceTable(self._contract, manifest.planners)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences the caches hold."""
+        return self._manifest.capacity.sequences
+
+    def check_id(self, seq_id: int) -> None:
+        """UsageError for an id without a slot."""
+        if not 0 <= seq_id < self.num_sequences:
+            raise UsageError(
+                f"no sequence {seq_id}; this bundle holds 0 to {self.num_sequences - 1}"
+            )
+
+    def clear(self, seq_id: int, *, data: bool = False) -> None:
+        """Forget a sequence; with `data` zero its rows too."""
+        self.check_id(seq_id)
+        with interrupts_held():
+            self.table.clear(seq_id)
+            if data:
+                zero_stream(self._binder, self._contract, self.caches, seq_id)
+
+    def remove(self, seq_id: int, first: int, end: int) -> None:
+        """As of `Engine.remove`."""
+        which = range(self.num_sequences) if seq_id == -1 else [seq_id]
+        cuts = {seq: self._cut_at(seq, first, end) for seq in which}
+        for seq, position in cuts.items():
+            self.table.check_cut(seq, position)
+        for seq, position in cuts.items():
+            self.table.cut(seq, position)
+
+    def copy(self, source: int, target: int) -> int:
+        """As of `Engine.copy`."""
+        self.check_id(source)
+        self.check_id(target)
+        if source == target:
+            return 0
+        moves = self.table.live_rows(source, target)
+        with interrupts_held():
+            self.table.clear(target)
+            moved = copy_rows(self._binder, self._contract, self.caches, moves)
+            self.table.copied(source, target)
+        return moved
+
+    def save(self, path: Path, seq_ids: Sequence[int] | None) -> int:
+        """As of `Engine.save`."""
+        for seq in seq_ids or ():
+            self.check_id(seq)
+        held = [seq for seq in range(self.num_sequences) if self.table.length(seq)]
+        saved: list[SavedSequence] = []
+        tensors: dict[str, Rows] = {}
+        for seq in held if seq_ids is None else dict.fromkeys(seq_ids):
+            part, rows = collect(seq, self.table, self._binder, self._contract, self.caches)
+            saved.append(part)
+            tensors |= rows
+        write_state(path, identity_of(self._manifest), saved, tensors)
+        return path.stat().st_size
+
+    def restore(self, path: Path, targets: Mapping[int, int] | None) -> dict[int, int]:
+        """As of `Engine.restore`."""
+        description, tensors = read_state(path, identity_of(self._manifest))
+        if targets is None:
+            targets = {saved.seq_id: saved.seq_id for saved in description.sequences}
+        for slot in targets.values():
+            self.check_id(slot)
+        if len(set(targets.values())) < len(targets):
+            raise UsageError(f"two saved sequences want one slot: {dict(targets)}")
+        placed = check_placement(
+            path,
+            description,
+            tensors,
+            targets,
+            self.table,
+            self._contract,
+            self._manifest.capacity.context,
+        )
+        with interrupts_held():
+            for slot, rows, values, ids in placed:
+                self.table.clear(slot)
+                for spec in self._contract.caches:
+                    cache = self.caches[spec.name]
+                    self._binder.write_rows(cache, rows.rows[spec.kind], values[spec.name])
+                self.table.restored(slot, rows, ids)
+        return dict(targets)
+
+    def _cut_at(self, seq_id: int, first: int, end: int) -> int:
+        """The length a sequence has after `remove`; RewindError for a range in the middle."""
+        self.check_id(seq_id)
+        length = self.table.length(seq_id)
+        start, stop = max(0, first), length if end < 0 else min(end, length)
+        if start >= stop:
+            return length
+        if stop < length:
+            raise RewindError(
+                f"sequence {seq_id}: positions {start} to {stop - 1} cannot be removed while "
+                f"{stop} to {length - 1} stay: rows behind them depend on absolute positions; "
+                f"remove from {start} to the end and decode the rest again"
+            )
+        return start
