@@ -7,6 +7,7 @@ that was refused leaves no trace. Knows nothing of text: `generate` turns ids in
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ from cachegraph.runtime.text import TextCodec
 
 Logits = NDArray[np.float32]
 LOGITS = "logits"
+_LOG = logging.getLogger(__name__)
 
 
 class Prefill(NamedTuple):
@@ -98,6 +100,7 @@ class Engine:
         threads: int = 0,
         spinning: bool = True,
         optimization: Optimization = "all",
+        memory_budget: int | None = None,
     ) -> Engine:
         """Open a bundle.
 
@@ -107,17 +110,23 @@ class Engine:
             threads: of one graph call; 0 leaves the choice to ONNX Runtime.
             spinning: whether idle threads burn CPU to answer sooner.
             optimization: disable, basic, extended, layout or all.
+            memory_budget: most bytes the caches may take; more is refused before any is allocated.
 
         Raises ContractError for what is no bundle or needs a newer ONNX Runtime, DependencyError
         where ONNX Runtime is missing, DeviceError, CapacityError.
         """
         folder, manifest = open_bundle(Path(bundle))
+        report = memory_report(manifest.contract)
+        if memory_budget is not None:
+            report.check_budget(memory_budget)
         ort = load_onnxruntime()
         options = SessionOptions(threads=threads, spinning=spinning, optimization=optimization)
         where = pick_device(ort, device)
         session = open_session(ort, folder, manifest, where, options)
         binder: Binder = CpuBinder(ort) if where == "cpu" else CudaBinder(ort)
-        return cls(folder, manifest, session, binder, where)
+        engine = cls(folder, manifest, session, binder, where)
+        _LOG.info(report.line())
+        return engine
 
     @property
     def provider(self) -> str:

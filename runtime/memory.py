@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.contract import CacheKind, CacheSpec, Contract
+from cachegraph.models.errors import CapacityError
 from cachegraph.models.plan_fields import NO_PREVIOUS
 from cachegraph.runtime.binding import no_memory
 
@@ -35,21 +36,61 @@ def initial_caches(contract: Contract) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """Bytes of all caches, by kind and in total, for the streams of the bundle."""
+    """Bytes of all caches, for all streams of the bundle; known before anything is allocated.
 
-    by_kind: Mapping[CacheKind, int]
+    by_layer: bytes of each layer's caches by kind. spare: bytes of sentinel and spare rows, which
+    are part of the others. rows: live rows of one sequence by kind, and the type they are held in.
+    """
+
+    by_layer: Mapping[int, Mapping[CacheKind, int]]
+    spare: int
+    rows: Mapping[CacheKind, tuple[int, str]]
     streams: int
+
+    @property
+    def by_kind(self) -> dict[CacheKind, int]:
+        """Bytes by cache kind, over all layers."""
+        totals: dict[CacheKind, int] = {}
+        for kinds in self.by_layer.values():
+            for kind, size in kinds.items():
+                totals[kind] = totals.get(kind, 0) + size
+        return totals
 
     @property
     def total(self) -> int:
         """All cache bytes."""
         return sum(self.by_kind.values())
 
+    def line(self) -> str:
+        """One line for a log: rows and types by kind, total, streams."""
+        parts = (f"{kind.value} {n} rows {dtype}" for kind, (n, dtype) in self.rows.items())
+        return (
+            f"caches: {', '.join(parts)} a sequence; {self.total / 2**20:.1f} MiB in all for "
+            f"{self.streams} sequences"
+        )
+
+    def check_budget(self, budget: int) -> None:
+        """CapacityError, with what takes the most, where the caches need more than `budget`."""
+        if self.total <= budget:
+            return
+        kind, size = max(self.by_kind.items(), key=lambda item: item[1])
+        raise CapacityError(
+            f"the caches need {self.total} bytes for {self.streams} sequences, the budget is "
+            f"{budget}; {kind.value} rows take {size} of them; export with less --context or "
+            "fewer --sequences"
+        )
+
 
 def memory_report(contract: Contract) -> MemoryReport:
-    """What a contract's caches take, known before anything is allocated."""
-    by_kind: dict[CacheKind, int] = {}
+    """What a contract's caches take."""
+    by_layer: dict[int, dict[CacheKind, int]] = {}
+    rows: dict[CacheKind, tuple[int, str]] = {}
+    spare = 0
     for spec in contract.caches:
-        by_kind[spec.kind] = by_kind.get(spec.kind, 0) + spec.num_bytes
+        kinds = by_layer.setdefault(spec.layer, {})
+        kinds[spec.kind] = kinds.get(spec.kind, 0) + spec.num_bytes
+        rows[spec.kind] = (spec.layout.rows_per_stream, spec.dtype.value)
+        idle = spec.layout.rows - spec.layout.live_rows
+        spare += idle * spec.width * spec.dtype.itemsize
     streams = max((spec.layout.streams for spec in contract.caches), default=0)
-    return MemoryReport(by_kind=by_kind, streams=streams)
+    return MemoryReport(by_layer=by_layer, spare=spare, rows=rows, streams=streams)

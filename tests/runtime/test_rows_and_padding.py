@@ -52,7 +52,10 @@ def test_rule_1_real_writes_stay_in_their_stream(world: World) -> None:
     )
     hca = world.contract.layout(CacheKind.HCA)
     assert buffers["plan.raw.write_idxs"][0] == raw.base(2) + 6
-    assert buffers["plan.csa.state_persist_dst_idxs"][0] == state.base(2)
+    assert (
+        buffers["plan.csa.state_persist_dst_idxs"][0]
+        == state.base(2) + 6 % state.rows_per_stream
+    )
     assert buffers["plan.hca.state_write_idxs"][0] == hca.base(2)
 
 
