@@ -36,6 +36,7 @@ from cachegraph.runtime.binding import (
     bind_call,
 )
 from cachegraph.runtime.bundle import open_bundle
+from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, memory_report
@@ -170,6 +171,7 @@ class Engine:
                 sequences=self.num_sequences,
                 next_positions=self._store.table.cells.next_positions(),
             )
+            batch = decoupled(batch, self._store.table.tokens)
             ubatches = split_batch(batch, self.manifest.ladder)
             self._store.table.cells.check_room(ubatches)
             return self._run_all(batch, ubatches, progress)
