@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.errors import (
     CachegraphError,
+    CapacityError,
     ConfigError,
     StepError,
     UsageError,
@@ -364,7 +365,7 @@ class Engine:
         """Plan, pad, run and commit one ubatch."""
         plan = plan_step(self._sizes, self._store.table.cells, ubatch)
         bucket = pick_bucket(self.manifest.planners, self.manifest.ladder, plan)
-        call = self._bound(bucket)
+        call = self._bound(bucket, done)
         self._filler.fill(call.dims, plan, call.arrays)
         for buffer in call.inputs.values():
             self._binder.push(buffer)
@@ -389,16 +390,19 @@ class Engine:
             f"ONNX Runtime says: {str(error).splitlines()[0]}"
         )
 
-    def _bound(self, bucket: Bucket) -> BoundCall:
+    def _bound(self, bucket: Bucket, done: int) -> BoundCall:
         """The bound buffers of a bucket, made at its first use."""
         if bucket not in self._calls:
-            self._calls[bucket] = bind_call(
-                self._session,
-                self._binder,
-                self._contract,
-                self._store.caches,
-                self.manifest.dims(bucket),
-            )
+            dims = self.manifest.dims(bucket)
+            try:
+                self._calls[bucket] = bind_call(
+                    self._session, self._binder, self._contract, self._store.caches, dims
+                )
+            except MemoryError as error:
+                raise CapacityError(
+                    f"no memory for the buffers of bucket {bucket.name}, {done} tokens of the "
+                    "batch are in; send fewer tokens at once or ask for fewer logits"
+                ) from error
         return self._calls[bucket]
 
     def _check_open(self) -> None:
