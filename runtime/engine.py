@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -176,6 +177,26 @@ class Engine:
             ubatches = split_batch(batch, self.manifest.ladder)
             self._store.table.cells.check_room(ubatches)
             return self._run_all(batch, ubatches, progress)
+
+    def reserve(self, *, streams: int, step: int, context: int, all_rows: bool = False) -> int:
+        """Allocate and bind the buffers of the worst step of this size; returns their bytes.
+
+        The bucket is the one in which blocks of every kind close, so that a step of so many
+        streams, tokens per stream and tokens of context finds its buffers there. CapacityError for
+        a size beyond the bundle's.
+        """
+        with self._in_use():
+            specs = self.manifest.planners
+            bucket = self.manifest.ladder.pick(
+                streams=streams,
+                step=step,
+                context=ceil(context / specs.context_unit),
+                closes=tuple(spec.kind for spec in specs.compressors),
+                all_rows=all_rows,
+            )
+            call = self._bound(bucket, 0)
+            buffers = (*call.inputs.values(), *call.results.values())
+            return sum(buffer.array.nbytes for buffer in buffers)
 
     def append(
         self,
