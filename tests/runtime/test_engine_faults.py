@@ -213,8 +213,11 @@ def test_buffers_without_memory_are_refused_before_their_call(
 
 
 def test_logits_are_the_callers_own(engine: Engine) -> None:
-    """The next step does not change rows that were returned."""
-    first = feed(engine, {0: 3})[0]
-    kept = first.copy()
-    feed(engine, {0: 3})
+    """The next step of the same bucket does not change rows that were returned."""
+    with watched(engine) as calls:
+        first = feed(engine, {0: 1})[0]
+        kept = first.copy()
+        second = feed(engine, {0: 1})[0]
+    assert calls[0].arrays["tokens"] is calls[1].arrays["tokens"]
     assert np.array_equal(first, kept)
+    assert not np.array_equal(first, second)

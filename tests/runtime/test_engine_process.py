@@ -124,7 +124,7 @@ def test_cuda_without_a_gpu_is_one_line(bundles: Bundles, tmp_path: Path) -> Non
 
 
 def test_an_idle_engine_burns_no_cpu(bundles: Bundles, tmp_path: Path) -> None:
-    """B32, scaled: 0.2 s in 5 s would be 0.04 s in one; the bound leaves room for noise."""
+    """B32: threads that do not spin take no CPU time at all; spinning ones took 0.03 s here."""
     done = python(IDLE, bundles.bundle(bundles.checkpoint()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.1
+    assert float(done.stdout) < 0.01

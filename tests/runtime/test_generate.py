@@ -150,6 +150,7 @@ def test_the_context_ends_a_text(prompt: int) -> None:
         ("):", "def read(self, size"),
         ("def read(self, size):", ""),
         ("never", "def read(self, size): pass"),
+        ("pass!", "def read(self, size): pass"),  # held back until the text ends
     ],
 )
 def test_a_stop_string_across_tokens_ends_a_text(
@@ -159,7 +160,7 @@ def test_a_stop_string_across_tokens_ends_a_text(
     decoder = Scripted({3: [*words, EOS]})
     (events,) = run(decoder, [[3]], codec=codec, stop=(stop, "unheard of")).values()
     assert "".join(event.text for event in events) == kept
-    assert finish_of(events) == ("eos" if stop == "never" else "stop")
+    assert finish_of(events) == ("eos" if stop in ("never", "pass!") else "stop")
     assert len(events) <= len(words) + 1
     assert decoder.held[0] == []
 

@@ -80,10 +80,16 @@ def test_rows_and_blocks_of_a_small_prompt(bare: Path, run: Run) -> None:
     assert third["caches"]["raw"]["written"] == [5, 6, 7]
     assert third["caches"]["raw"]["spare"] == [39]  # one padded lane, its own spare row
     assert third["caches"]["csa_state"]["read"] == [0, 1, 2, 3, 4, 24, 25]
-    reads = third["inputs"]["plan.csa.state_read_idxs"]
-    assert len(reads["logical"]) == 1
-    assert len(reads["padded"]) == third["dims"]["BC"] == 1
     assert third["inputs"]["positions"]["padded"] == [[5, 6, 7, 7]]
+
+
+def test_a_padded_block_is_no_part_of_the_logical_windows(bare: Path, run: Run) -> None:
+    """Five tokens in six lanes: one block closes, two could."""
+    _, out, _ = run("plan", bare, "--tokens", "5", "--json")
+    call = json.loads(out)["steps"][0]["calls"][0]
+    reads = call["inputs"]["plan.csa.state_read_idxs"]
+    assert call["dims"]["BC"] == len(reads["padded"]) == 2
+    assert reads["logical"] == [reads["padded"][0]]
 
 
 def test_the_text_shows_bucket_inputs_and_caches(bare: Path, run: Run) -> None:
