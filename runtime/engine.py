@@ -253,12 +253,12 @@ class Engine:
         return self._store.table.reachable(seq_id)
 
     def clear(self, seq_id: int | None = None, *, data: bool = False) -> None:
-        """Forget a sequence, or all of them.
+        """Forget a sequence, or all of them (None or -1).
 
         Its rows need no erasing, since no plan reads them; `data` zeroes them all the same.
         """
         with self._in_use():
-            for seq in range(self.num_sequences) if seq_id is None else [seq_id]:
+            for seq in range(self.num_sequences) if seq_id in (None, -1) else [seq_id]:
                 self._store.clear(seq, data=data)
 
     def remove(self, seq_id: int, first: int, end: int = -1) -> None:
