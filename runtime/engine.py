@@ -35,7 +35,7 @@ from cachegraph.runtime.binding import (
     CudaBinder,
     bind_call,
 )
-from cachegraph.runtime.bundle import open_bundle
+from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, memory_report
@@ -90,6 +90,7 @@ class Engine:
         self._calls: dict[Bucket, BoundCall] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_verified = False
 
     @classmethod
     def load(
@@ -302,8 +303,12 @@ class Engine:
 
         targets: saved id -> slot; by default every saved sequence into the slot of its id. What a
         slot held is replaced. StateFileError or CapacityError leaves every live row as it was.
+        The first restore hashes the weights file: ContractError where it was changed.
         """
         with self._in_use():
+            if not self._is_verified:
+                verify(self.folder)
+                self._is_verified = True
             return self._store.restore(Path(path), targets)
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:

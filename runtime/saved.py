@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -56,10 +56,10 @@ class SavedSequence(_Part):
     each compressor; both run to length - 1. Compressed rows are stored from the first.
     """
 
-    seq_id: int
-    length: int
-    raw_first: int
-    state_first: dict[CacheKind, int]
+    seq_id: NonNegativeInt
+    length: NonNegativeInt
+    raw_first: NonNegativeInt
+    state_first: dict[CacheKind, NonNegativeInt]
 
 
 class Description(_Part):

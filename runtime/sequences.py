@@ -206,11 +206,11 @@ class SequenceTable:
                 )
             if states[spec.kind] > spec.oldest_needed(length):
                 raise StateFileError(
-                    f"saved state: {spec.kind.value} rows begin at {states[spec.kind]}, the "
-                    f"open window at {spec.oldest_needed(length)}"
+                    f"{spec.kind.value} state rows begin at {states[spec.kind]}, the open "
+                    f"window at {spec.oldest_needed(length)}"
                 )
         if raw > max(0, length - self._window + 1):
-            raise StateFileError(f"saved state: raw rows begin at {raw}, inside the window")
+            raise StateFileError(f"raw rows begin at {raw}, inside the window")
         return self._rows_at(seq_id, length, raw, states)
 
     def restored(self, seq_id: int, rows: StoredRows, tokens: Sequence[int]) -> None:
