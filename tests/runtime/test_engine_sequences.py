@@ -127,9 +127,7 @@ def test_a_cut_out_of_reach_names_what_is_reachable(engine: Engine, oracle: Orac
     append(engine, 0, words(engine, 0, 0, 50))
     append(engine, 2, words(engine, 2, 0, 5))
     assert engine.reachable(0) == (range(1), range(40, 51))
-    pattern = (
-        r"holds 50 tokens and cannot be cut to 35; it can stand at 0, 40 to 50; "
-    )
+    pattern = r"holds 50 tokens and cannot be cut to 35; it can stand at 0, 40 to 50; "
     refused(engine, lambda e: e.remove(0, 35), RewindError, pattern)
     refused(engine, lambda e: e.remove(0, 39), RewindError, "cannot be cut to 39")
     refused(engine, lambda e: e.remove(-1, 1), RewindError, "sequence 0")

@@ -167,9 +167,13 @@ def test_a_saved_sequence_that_lacks_rows_or_is_too_long_has_no_slots() -> None:
         table.slots_for(0, 25, 0, firsts)
     with pytest.raises(StateFileError, match="raw rows begin at 13, inside the window"):
         table.slots_for(0, 16, 13, firsts)
-    with pytest.raises(StateFileError, match="csa rows begin at 13, the open window at 12"):
+    with pytest.raises(
+        StateFileError, match="csa state rows begin at 13, the open window at 12"
+    ):
         table.slots_for(0, 16, 0, {**firsts, CacheKind.CSA: 13})
-    with pytest.raises(StateFileError, match="hca rows begin at 16, the open window at 14"):
+    with pytest.raises(
+        StateFileError, match="hca state rows begin at 16, the open window at 14"
+    ):
         table.slots_for(0, 16, 0, {CacheKind.CSA: 0})
 
 
