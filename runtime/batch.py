@@ -124,11 +124,6 @@ def _check_owners(batch: Batch, sequences: int) -> None:
                     f"token {row}: unknown sequence {seq}; this engine has sequences "
                     f"0 to {sequences - 1}"
                 )
-        if len(owners) > 1:
-            raise BatchError(
-                f"token {row}: coupled token, owned by sequences {owners}; "
-                "decode it once for each sequence"
-            )
 
 
 def _check_positions(seq: int, rows: IntArray, positions: IntArray, expected: int) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from math import ceil
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.errors import (
     CachegraphError,
+    CapacityError,
     ConfigError,
     StepError,
     UsageError,
@@ -36,6 +38,7 @@ from cachegraph.runtime.binding import (
     bind_call,
 )
 from cachegraph.runtime.bundle import open_bundle, verify
+from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, memory_report
@@ -171,9 +174,30 @@ class Engine:
                 sequences=self.num_sequences,
                 next_positions=self._store.table.cells.next_positions(),
             )
+            batch = decoupled(batch, self._store.table.tokens)
             ubatches = split_batch(batch, self.manifest.ladder)
             self._store.table.cells.check_room(ubatches)
             return self._run_all(batch, ubatches, progress)
+
+    def reserve(self, *, streams: int, step: int, context: int, all_rows: bool = False) -> int:
+        """Allocate and bind the buffers of the worst step of this size; returns their bytes.
+
+        The bucket is the one in which blocks of every kind close, so that a step of so many
+        streams, tokens per stream and tokens of context finds its buffers there. CapacityError for
+        a size beyond the bundle's.
+        """
+        with self._in_use():
+            specs = self.manifest.planners
+            bucket = self.manifest.ladder.pick(
+                streams=streams,
+                step=step,
+                context=ceil(context / specs.context_unit),
+                closes=tuple(spec.kind for spec in specs.compressors),
+                all_rows=all_rows,
+            )
+            call = self._bound(bucket, 0)
+            buffers = (*call.inputs.values(), *call.results.values())
+            return sum(buffer.array.nbytes for buffer in buffers)
 
     def append(
         self,
@@ -367,7 +391,7 @@ class Engine:
         """Plan, pad, run and commit one ubatch."""
         plan = plan_step(self._sizes, self._store.table.cells, ubatch)
         bucket = pick_bucket(self.manifest.planners, self.manifest.ladder, plan)
-        call = self._bound(bucket)
+        call = self._bound(bucket, done)
         self._filler.fill(call.dims, plan, call.arrays)
         for buffer in call.inputs.values():
             self._binder.push(buffer)
@@ -392,16 +416,19 @@ class Engine:
             f"ONNX Runtime says: {str(error).splitlines()[0]}"
         )
 
-    def _bound(self, bucket: Bucket) -> BoundCall:
+    def _bound(self, bucket: Bucket, done: int) -> BoundCall:
         """The bound buffers of a bucket, made at its first use."""
         if bucket not in self._calls:
-            self._calls[bucket] = bind_call(
-                self._session,
-                self._binder,
-                self._contract,
-                self._store.caches,
-                self.manifest.dims(bucket),
-            )
+            dims = self.manifest.dims(bucket)
+            try:
+                self._calls[bucket] = bind_call(
+                    self._session, self._binder, self._contract, self._store.caches, dims
+                )
+            except MemoryError as error:
+                raise CapacityError(
+                    f"no memory for the buffers of bucket {bucket.name}, {done} tokens of the "
+                    "batch are in; send fewer tokens at once or ask for fewer logits"
+                ) from error
         return self._calls[bucket]
 
     def _check_open(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from cachegraph.models.contract import Dim, Padding, RowLayout, TensorRow
 from cachegraph.models.manifest import GraphFile, Manifest
+from cachegraph.runtime.memory import memory_report
 from cachegraph.tools.text_table import byte_words, columns
 
 
@@ -31,6 +32,7 @@ def _summary(manifest: Manifest) -> Iterator[str]:
     yield f"{manifest.family}: {layers} layers, vocabulary {manifest.vocab_size}"
     facts = [
         ("context", f"{capacity.context} tokens in each of {capacity.sequences} sequences"),
+        ("rewind", f"{capacity.rewind} tokens of a sequence can be taken back for free"),
         ("longest step", f"{capacity.max_step} tokens of a sequence in one graph call"),
         ("positions", manifest.position_rule),
         ("dialect", f"{options.get('dialect', '?')}, opset {manifest.opset}"),
@@ -60,14 +62,13 @@ def _planner_words(manifest: Manifest) -> str:
 
 def _memory(manifest: Manifest) -> Iterator[str]:
     yield ""
-    yield f"cache memory: {byte_words(total_bytes(manifest))}"
-    by_kind, by_layer = cache_bytes(manifest)
+    report = memory_report(manifest.contract)
+    yield f"cache memory: {byte_words(report.total)}, sentinel and spare rows included"
+    by_kind = report.by_kind
     rows = []
     for kind, layout in manifest.layouts.items():
         layers = sum(cache.kind is kind for cache in manifest.caches)
-        rows.append(
-            (kind.value, layers, *_layout_cells(layout), byte_words(by_kind[kind.value]))
-        )
+        rows.append((kind.value, layers, *_layout_cells(layout), byte_words(by_kind[kind])))
     header = ("kind", "layers", "rows a sequence", "sequences", "sentinels", "spare", "bytes")
     yield from columns(rows, header)
     yield ""
@@ -75,30 +76,15 @@ def _memory(manifest: Manifest) -> Iterator[str]:
         (
             layer,
             " ".join(c.kind.value for c in manifest.caches if c.layer == layer),
-            byte_words(n),
+            byte_words(sum(kinds.values())),
         )
-        for layer, n in by_layer.items()
+        for layer, kinds in report.by_layer.items()
     ]
     yield from columns(layer_rows, ("layer", "caches", "bytes"))
 
 
 def _layout_cells(layout: RowLayout) -> tuple[object, ...]:
     return layout.rows_per_stream, layout.streams, len(layout.sentinels), layout.spare_rows
-
-
-def cache_bytes(manifest: Manifest) -> tuple[dict[str, int], dict[int, int]]:
-    """Bytes of all caches, by kind and by layer."""
-    by_kind: dict[str, int] = {}
-    by_layer: dict[int, int] = {}
-    for spec in manifest.contract.caches:
-        by_kind[spec.kind.value] = by_kind.get(spec.kind.value, 0) + spec.num_bytes
-        by_layer[spec.layer] = by_layer.get(spec.layer, 0) + spec.num_bytes
-    return by_kind, by_layer
-
-
-def total_bytes(manifest: Manifest) -> int:
-    """Bytes of all caches."""
-    return sum(spec.num_bytes for spec in manifest.contract.caches)
 
 
 def _ladder(manifest: Manifest) -> Iterator[str]:
@@ -166,12 +152,14 @@ def _sizes(graph: GraphFile) -> str:
 
 def manifest_json(manifest: Manifest) -> Mapping[str, object]:
     """The manifest itself, and the cache bytes that follow from it."""
-    by_kind, by_layer = cache_bytes(manifest)
+    report = memory_report(manifest.contract)
     return {
         "manifest": manifest.model_dump(mode="json"),
         "cache_bytes": {
-            "total": total_bytes(manifest),
-            "by_kind": by_kind,
-            "by_layer": {str(layer): count for layer, count in by_layer.items()},
+            "total": report.total,
+            "by_kind": {kind.value: count for kind, count in report.by_kind.items()},
+            "by_layer": {
+                str(layer): sum(kinds.values()) for layer, kinds in report.by_layer.items()
+            },
         },
     }

@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
 from cachegraph.graphgen.deepseek_v4.step import MASKED, StepValues
 from cachegraph.graphgen.layers.linear import FloatLinear, joined
-from cachegraph.graphgen.weights.parameter import tensor, vector
+from cachegraph.graphgen.weights.parameter import Read, tensor, vector
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.errors import CheckpointError
 
 
 class Routing(NamedTuple):
@@ -35,7 +37,7 @@ class Router(nn.Module):
         self.gate = FloatLinear(joined([f"{prefix}.weight"]), config.hidden_size, experts)
         if is_hash:
             self.tid2eid = tensor(
-                lambda read: read(f"{prefix}.tid2eid").astype(np.int64),
+                lambda read: _distinct(f"{prefix}.tid2eid", read),
                 [config.vocab_size, config.experts_per_token],
                 ir.DataType.INT64,
             )
@@ -54,6 +56,19 @@ class Router(nn.Module):
         chosen = op.GatherElements(scores, columns, axis=1)
         weights = op.Div(chosen, op.ReduceSum(chosen, [1], keepdims=1))
         return Routing(scores, columns, weights)
+
+
+def _distinct(name: str, read: Read) -> NDArray[np.int64]:
+    """The table; CheckpointError where a token has one expert twice, which would lose a weight."""
+    table = read(name).astype(np.int64)
+    ranked = np.sort(table, axis=1)
+    twice = (ranked[:, 1:] == ranked[:, :-1]).any(axis=1)
+    if twice.any():
+        raise CheckpointError(
+            f"{name}: token {int(twice.argmax())} names an expert twice; the expert layers add "
+            "each expert once, so this checkpoint cannot be exported"
+        )
+    return table
 
 
 def dense_weights(

@@ -103,9 +103,10 @@ def _constant(op: OpBuilder, array: np.ndarray, name: str) -> ir.Value:
 def _frequencies(op: OpBuilder, config: DeepseekV4Config) -> dict[LayerKind, ir.Value]:
     """[1, rope] inverse frequencies of each layer kind, shared where the RoPE is the same."""
     by_rope = {}
-    for rope in dict.fromkeys(config.rope(kind) for kind in config.layer_kinds):
+    ropes = dict.fromkeys(config.rope(kind) for kind in config.layer_kinds)
+    for number, rope in enumerate(ropes):
         pairs = inverse_frequencies(rope, config.rope_head_dim)
-        name = f"rope_frequencies_{rope.theta:g}_{rope.factor:g}"
+        name = f"rope_frequencies_{number}"
         by_rope[rope] = _constant(op, np.repeat(pairs, 2)[None, :], name)
     return {kind: by_rope[config.rope(kind)] for kind in dict.fromkeys(config.layer_kinds)}
 

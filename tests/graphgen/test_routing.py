@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from safetensors.numpy import load_file, save_file
 from support import graphs
 from support.bundles import Bundles
 from support.emitted import World, open_session, run
-from support.tiny import random_tensors
+from support.tiny import random_checkpoint, random_tensors
 
+from cachegraph.graphgen import export
 from cachegraph.models.deepseek_v4.serial import from_dict
 from cachegraph.models.deepseek_v4.twin import forward
+from cachegraph.models.errors import CheckpointError
 from cachegraph.models.export_options import Dialect
 from cachegraph.models.manifest import Manifest, read_manifest
 
@@ -62,3 +65,16 @@ def test_two_inputs_use_different_experts(bundles: Bundles, dialect: Dialect) ->
         chosen.append(np.stack([ours[:16] for ours in columns]))
     differing = (np.sort(chosen[0]) != np.sort(chosen[1])).any(axis=(1, 2))
     assert differing.all(), "a layer chose the same experts for both inputs"
+
+
+def test_a_hash_table_that_names_an_expert_twice_is_refused(tmp_path: Path) -> None:
+    """The fused expert layers would lose one of the two weights."""
+    folder = random_checkpoint(tmp_path / "checkpoint", name="mixed")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    table = tensors["layers.0.ffn.gate.tid2eid"]
+    table[7, 1] = table[7, 0]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tid2eid: token 7 names an expert twice"):
+        export(folder, tmp_path / "out", static=[])
+    assert not (tmp_path / "out").exists()

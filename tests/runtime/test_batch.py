@@ -88,7 +88,6 @@ def test_malformed_batches_are_refused(arguments: tuple[Any, ...], message: str)
         ),
         (Batch.of([1], [0], [-1]), "token 0: unknown sequence -1"),
         (Batch.of([1, 1], [4, 5], [0, ()]), "token 1: belongs to no sequence"),
-        (Batch.of([1], [0], [(1, 2)]), r"token 0: coupled token, owned by sequences \(1, 2\)"),
     ],
 )
 def test_a_broken_rule_names_the_token(batch: Batch, message: str) -> None:

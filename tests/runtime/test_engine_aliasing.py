@@ -1,6 +1,7 @@
 """Rule 6 on a running engine: caches change in place, only in rows that the plan names.
 
-That every emitted graph allows it is proved in tests/graphgen; here, what ONNX Runtime makes of one.
+That every emitted graph allows it is proved in tests/graphgen; here is what ONNX Runtime
+makes of one.
 """
 
 from __future__ import annotations

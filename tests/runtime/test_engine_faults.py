@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from support.bundles import Bundles, live_rows, open_engine
 from support.engines import Call, batch_of, cold, feed, same_bits, watched
 
-from cachegraph.models.errors import StepError, UsageError
+from cachegraph.models.errors import CapacityError, StepError, UsageError
 from cachegraph.runtime.engine import Engine
 from cachegraph.runtime.generate import GenerateOptions
 
@@ -178,13 +179,37 @@ def test_closing_twice_is_harmless_and_use_after_it_is_refused(bundles: Bundles)
             use()
 
 
-def test_a_generator_that_outlives_its_engine_ends_quietly(bundles: Bundles) -> None:
+@pytest.mark.parametrize("end", ["next", "close"])
+def test_a_generator_that_outlives_its_engine_ends_quietly(bundles: Bundles, end: str) -> None:
     with open_engine(bundles.bundle(bundles.checkpoint())) as engine:
-        events = engine.generate([[1, 2, 3]], GenerateOptions(ignore_eos=True))
+        events: Any = engine.generate([[1, 2, 3]], GenerateOptions(ignore_eos=True))
         next(events)
-    with pytest.raises(UsageError, match="closed"):
-        next(events)
-    events.close()  # type: ignore[attr-defined]
+    if end == "next":
+        with pytest.raises(UsageError, match="closed"):
+            next(events)
+    events.close()
+
+
+def test_buffers_without_memory_are_refused_before_their_call(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call of a batch needs a bucket that cannot be had: the first one stands."""
+    engine._calls.clear()
+    host = engine._binder.host
+
+    def full(shape: tuple[int, ...], dtype: Any) -> Any:
+        if shape == (1, 16):
+            raise MemoryError
+        return host(shape, dtype)
+
+    monkeypatch.setattr(engine._binder, "host", full)
+    wanted = "no memory for the buffers of bucket s1_p16_.*, 24 tokens of the batch are in"
+    with watched(engine), pytest.raises(CapacityError, match=wanted):
+        feed(engine, {0: 40})
+    monkeypatch.undo()
+    assert engine.length(0) == 24
+    rows = feed(engine, {0: 16})[0]
+    assert np.abs(rows - cold(engine, 0, [40])[-16:]).max() <= 1e-5
 
 
 def test_logits_are_the_callers_own(engine: Engine) -> None:
