@@ -114,19 +114,20 @@ class CellTable:
         return int(((held >= first) & (held < end)).sum()) == end - first
 
     def first_held(self, sequence: int) -> int:
-        """The first position from which on all are held, up to the last."""
+        """The first position from which on all are held; the next one where none is."""
         held = np.sort(self._positions[self._members[sequence]])
         if not held.size:
-            return 0
+            return self.next_position(sequence)
         gaps = (np.diff(held) != 1).nonzero()[0]
         return int(held[gaps[-1] + 1] if gaps.size else held[0])
 
-    def place(self, sequence: int, positions: IntArray) -> None:
-        """Give a sequence that holds nothing the cells of consecutive positions."""
+    def place(self, sequence: int, first: int, end: int) -> None:
+        """Give a sequence that holds nothing the cells of positions `first` to `end` - 1."""
+        positions = np.arange(first, end)
         rows = self.layout.base(sequence) + positions % self.layout.rows_per_stream
         self._positions[rows] = positions
         self._members[sequence, rows] = True
-        self._ends[sequence] = positions[-1] + 1 if positions.size else 0
+        self._ends[sequence] = end
 
     def offsets(self, sequence: int) -> IntArray:
         """Rows of a sequence's cells, counted from the start of its stream."""

@@ -37,7 +37,7 @@ from cachegraph.runtime.binding import (
     CudaBinder,
     bind_call,
 )
-from cachegraph.runtime.bundle import open_bundle
+from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
@@ -93,6 +93,7 @@ class Engine:
         self._calls: dict[Bucket, BoundCall] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_verified = False
 
     @classmethod
     def load(
@@ -277,12 +278,12 @@ class Engine:
         return self._store.table.reachable(seq_id)
 
     def clear(self, seq_id: int | None = None, *, data: bool = False) -> None:
-        """Forget a sequence, or all of them.
+        """Forget a sequence, or all of them (None or -1).
 
         Its rows need no erasing, since no plan reads them; `data` zeroes them all the same.
         """
         with self._in_use():
-            for seq in range(self.num_sequences) if seq_id is None else [seq_id]:
+            for seq in range(self.num_sequences) if seq_id in (None, -1) else [seq_id]:
                 self._store.clear(seq, data=data)
 
     def remove(self, seq_id: int, first: int, end: int = -1) -> None:
@@ -326,8 +327,12 @@ class Engine:
 
         targets: saved id -> slot; by default every saved sequence into the slot of its id. What a
         slot held is replaced. StateFileError or CapacityError leaves every live row as it was.
+        The first restore hashes the weights file: ContractError where it was changed.
         """
         with self._in_use():
+            if not self._is_verified:
+                verify(self.folder)
+                self._is_verified = True
             return self._store.restore(Path(path), targets)
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:

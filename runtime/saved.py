@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -36,13 +36,17 @@ class _Part(BaseModel):
 
 
 class Identity(_Part):
-    """What a file and an engine must agree in. Never capacity, slot count or path."""
+    """What a file and an engine must agree in. Never capacity, slot count or path.
+
+    Compared in the order of the fields: what explains a difference comes before what follows from
+    it.
+    """
 
     family: str
-    weights_sha256: str
     config: dict[str, Any]
     caches: dict[str, tuple[int, str]]  # contract name -> width, dtype
     state_layout: Literal[1] = 1
+    weights_sha256: str
 
 
 class SavedSequence(_Part):
@@ -52,10 +56,10 @@ class SavedSequence(_Part):
     each compressor; both run to length - 1. Compressed rows are stored from the first.
     """
 
-    seq_id: int
-    length: int
-    raw_first: int
-    state_first: dict[CacheKind, int]
+    seq_id: NonNegativeInt
+    length: NonNegativeInt
+    raw_first: NonNegativeInt
+    state_first: dict[CacheKind, NonNegativeInt]
 
 
 class Description(_Part):
@@ -64,7 +68,7 @@ class Description(_Part):
     format_version: Literal[1] = 1
     identity: Identity
     sequences: tuple[SavedSequence, ...]
-    tensors: dict[str, str]  # name -> sha256 of its bytes
+    tensors: dict[str, str]  # name -> sha256 of its type, shape and bytes
 
 
 def identity_of(manifest: Manifest) -> Identity:
@@ -123,6 +127,8 @@ def read_state(path: Path, identity: Identity) -> tuple[Description, dict[str, R
         data = path.read_bytes()
     except FileNotFoundError:
         raise StateFileError(f"{path} does not exist") from None
+    except OSError as error:
+        raise StateFileError(f"{path} cannot be read: {error.strerror}") from None
     try:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
@@ -130,9 +136,10 @@ def read_state(path: Path, identity: Identity) -> tuple[Description, dict[str, R
     description = _description(path, data)
     _check_identity(path, description.identity, identity)
     for name, digest in description.tensors.items():
-        if name not in tensors or _digest(tensors[name]) != digest:
+        fault = "missing" if name not in tensors else "damaged"
+        if fault == "missing" or _digest(tensors[name]) != digest:
             raise StateFileError(
-                f"{path}: tensor {name!r} is damaged; save the sequence again"
+                f"{path}: tensor {name!r} is {fault}; save the sequence again"
             )
     if extra := set(tensors) - set(description.tensors):
         raise StateFileError(f"{path}: tensor {min(extra)!r} is not in its description")
@@ -176,7 +183,9 @@ def _check_identity(path: Path, saved: Identity, ours: Identity) -> None:
 
 
 def _digest(values: Rows) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()
+    digest = hashlib.sha256(f"{values.dtype.str}{values.shape}".encode())
+    digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -81,7 +81,12 @@ def check_placement(
         tokens = _tensor(path, tensors, tokens_name(seq_id))
         if tokens.shape != (saved.length,):
             raise StateFileError(f"{path}: {tokens.size} token ids, wanted {saved.length}")
-        rows = table.slots_for(slot, saved.length, saved.raw_first, saved.state_first)
+        try:
+            rows = table.slots_for(slot, saved.length, saved.raw_first, saved.state_first)
+        except StateFileError as error:
+            raise StateFileError(
+                f"{path}: sequence {seq_id}: {error}; save it again"
+            ) from None
         values = {
             spec.name: _newest(
                 path,

@@ -24,13 +24,12 @@ from cachegraph.runtime.split import UBatch
 class _History:
     """What one sequence holds.
 
-    tokens: ids by position. written: one past the highest position whose state row was written
-    since the sequence was empty; taking tokens back does not lower it, since rejected rows have
-    overwritten older ones.
+    tokens: ids by position. state_first: of each compressor, the first position from which on its
+    ring holds the state rows; taking tokens back does not bring overwritten rows back.
     """
 
     tokens: list[int] = field(default_factory=list)
-    written: int = 0
+    state_first: dict[CacheKind, int] = field(default_factory=dict)
 
 
 class RowMove(NamedTuple):
@@ -80,7 +79,11 @@ class SequenceTable:
         ):
             history = self._histories[stream]
             history.tokens += tokens.tolist()
-            history.written = max(history.written, len(history.tokens))
+            for spec in self._compressors:
+                oldest = max(0, len(history.tokens) - spec.ring_rows)
+                history.state_first[spec.kind] = max(
+                    history.state_first.get(spec.kind, 0), oldest
+                )
 
     def clear(self, seq_id: int) -> None:
         """Forget a sequence."""
@@ -98,9 +101,10 @@ class SequenceTable:
             return True
         if not 0 < position < length:
             return False
-        written = self._histories[seq_id].written
+        first = self._histories[seq_id].state_first
+        # A block that has not begun needs no rows, whatever the ring holds.
         states = all(
-            spec.oldest_needed(position) >= written - spec.ring_rows
+            spec.oldest_needed(position) >= min(position, first[spec.kind])
             for spec in self._compressors
         )
         oldest = max(0, position - self._window + 1)
@@ -109,7 +113,8 @@ class SequenceTable:
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """Every position the sequence can stand at, as ascending ranges."""
         length = self.length(seq_id)
-        low = max(0, length - self.cells.layout.rows_per_stream)
+        # Below this no raw row is held, and a window of one token needs none.
+        low = max(0, length - self.cells.layout.rows_per_stream) if self._window > 1 else 0
         stands = [p for p in (0, *range(max(1, low), length + 1)) if self.can_stand(seq_id, p)]
         return _ranges(stands)
 
@@ -149,14 +154,16 @@ class SequenceTable:
             self.clear(seq_id)
             return
         self.cells.truncate(seq_id, position)
-        del self._histories[seq_id].tokens[position:]
+        history = self._histories[seq_id]
+        del history.tokens[position:]
+        history.state_first = {k: min(p, position) for k, p in history.state_first.items()}
 
     def live_rows(self, source: int, target: int) -> list[RowMove]:
         """The rows to copy so that stream `target` holds what `source` holds."""
         moves = [self._move(CacheKind.RAW, source, target, self.cells.offsets(source))]
-        length, written = self.length(source), self._histories[source].written
+        length, first = self.length(source), self._histories[source].state_first
         for spec in self._compressors:
-            ring = np.arange(max(0, written - spec.ring_rows), written) % spec.ring_rows
+            ring = np.arange(first.get(spec.kind, 0), length) % spec.ring_rows
             for rows, state in spec.serves:
                 moves.append(self._move(rows, source, target, np.arange(length // spec.ratio)))
                 moves.append(self._move(state, source, target, ring))
@@ -167,15 +174,14 @@ class SequenceTable:
         self.clear(target)
         self.cells.copy(source, target)
         history = self._histories[source]
-        self._histories[target] = _History(list(history.tokens), history.written)
+        self._histories[target] = _History(list(history.tokens), dict(history.state_first))
 
     def stored(self, seq_id: int) -> StoredRows:
         """Where the rows of a sequence lie, by position, for a save."""
         length, history = self.length(seq_id), self._histories[seq_id]
         raw_first = self.cells.first_held(seq_id)
         state_first = {
-            spec.kind: min(length, max(0, history.written - spec.ring_rows))
-            for spec in self._compressors
+            spec.kind: history.state_first.get(spec.kind, 0) for spec in self._compressors
         }
         return self._rows_at(seq_id, length, raw_first, state_first)
 
@@ -200,23 +206,18 @@ class SequenceTable:
                 )
             if states[spec.kind] > spec.oldest_needed(length):
                 raise StateFileError(
-                    f"saved state: {spec.kind.value} rows begin at {states[spec.kind]}, the "
-                    f"open window at {spec.oldest_needed(length)}"
+                    f"{spec.kind.value} state rows begin at {states[spec.kind]}, the open "
+                    f"window at {spec.oldest_needed(length)}"
                 )
         if raw > max(0, length - self._window + 1):
-            raise StateFileError(f"saved state: raw rows begin at {raw}, inside the window")
+            raise StateFileError(f"raw rows begin at {raw}, inside the window")
         return self._rows_at(seq_id, length, raw, states)
 
     def restored(self, seq_id: int, rows: StoredRows, tokens: Sequence[int]) -> None:
         """Make a sequence what was saved; its rows are in place."""
         self.clear(seq_id)
-        self.cells.place(seq_id, np.arange(rows.raw_first, rows.length))
-        written = rows.length
-        for spec in self._compressors:
-            first = rows.state_first[spec.kind]
-            if first:  # older rows are not here: as if later ones had replaced them
-                written = max(written, first + spec.ring_rows)
-        self._histories[seq_id] = _History([int(token) for token in tokens], written)
+        self.cells.place(seq_id, rows.raw_first, rows.length)
+        self._histories[seq_id] = _History([int(t) for t in tokens], dict(rows.state_first))
 
     def _rows_at(
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
