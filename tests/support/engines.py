@@ -171,7 +171,7 @@ def snapshot(engine: Engine) -> Arrays:
 def changed_rows(spec: CacheSpec, before: Arrays, after: Arrays) -> set[int]:
     """Rows of a cache that differ in any bit."""
     old, new = before[spec.name], after[spec.name]
-    differs = old.view(np.uint32) != new.view(np.uint32)
+    differs = old.view(np.uint8) != new.view(np.uint8)
     return set(np.flatnonzero(differs.any(axis=1)).tolist())
 
 
