@@ -6,7 +6,7 @@ model and no graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import zip_longest
@@ -46,15 +46,15 @@ class StoredPart(NamedTuple):
 class CacheTypes:
     """The types of a bundle. ConfigError names kinds, type and allowed types.
 
-    rows: of raw, CSA and HCA rows. index: of the indexer's keys.
+    rows: of raw, CSA and HCA rows. index: of the indexer's keys. A type's name serves as well.
     """
 
     rows: CacheType = CacheType.F32
     index: CacheType = CacheType.F32
 
     def __post_init__(self) -> None:
-        check_type("raw, csa and hca", self.rows)
-        check_type("lid", self.index)
+        object.__setattr__(self, "rows", named_type("raw, csa and hca", self.rows))
+        object.__setattr__(self, "index", named_type("lid", self.index))
 
     def of(self, kind: CacheKind) -> CacheType:
         """The type of a cache kind."""
@@ -63,12 +63,15 @@ class CacheTypes:
         return self.index if kind is CacheKind.LID else self.rows
 
 
-def check_type(kinds: str, value: object) -> None:
-    """ConfigError unless rows of these kinds may be stored so."""
-    if value not in list(CacheType):
+def named_type(
+    kinds: str, value: object, allowed: Sequence[CacheType] = tuple(CacheType)
+) -> CacheType:
+    """The type of this name; ConfigError names kinds, type and allowed types."""
+    if value not in allowed:
         raise ConfigError(
-            f"{kinds} cache: no type {value!r}; it can be {', '.join(CacheType)}; choose one"
+            f"{kinds} cache: no type {value!r}; it can be {', '.join(allowed)}; choose one"
         )
+    return CacheType(str(value))
 
 
 def stored_parts(kind: CacheKind, cache_type: CacheType, width: int) -> tuple[StoredPart, ...]:
@@ -109,10 +112,12 @@ def check_raw_types(raw: Mapping[str, Any], where: str) -> None:
         if isinstance(types, Mapping) and types.keys() <= {"rows", "index"}:
             CacheTypes(**types)
         for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, Mapping) and entry.get("dtype") not in list(DType):
-                check_type(
-                    f"layer {entry.get('layer')} {entry.get('kind')}", entry.get("dtype")
-                )
+            if isinstance(entry, Mapping) and entry.get("dtype", DType.INT8) not in list(
+                DType
+            ):
+                kind = str(entry.get("kind"))
+                allowed = [CacheType.F32] if kind.endswith("_state") else tuple(CacheType)
+                named_type(f"layer {entry.get('layer')} {kind}", entry["dtype"], allowed)
     except ConfigError as error:
         raise ContractError(f"{where}: {error}, and export the bundle again") from None
 

@@ -64,6 +64,12 @@ def test_a_type_outside_the_list_is_refused(choice: dict[str, Any], message: str
         ExportOptions(**choice)
 
 
+def test_a_name_serves_as_a_type() -> None:
+    types = ExportOptions(cache="q8_0", index_cache="f16").cache_types
+    assert (types.rows, types.index) == (CacheType.Q8_0, CacheType.F16)
+    assert isinstance(types.rows, CacheType)
+
+
 @pytest.mark.parametrize("width", [1, 31, 33, 100])
 def test_q8_0_wants_whole_blocks(width: int) -> None:
     message = rf"hca cache: q8_0 .* blocks of 32 values, and the width {width} is no multiple"
