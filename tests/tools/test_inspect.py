@@ -62,10 +62,13 @@ def test_memory_is_what_an_engine_allocates(bundle: Path, run: Run) -> None:
         assert count == sum(n for spec, n in sizes.items() if str(spec.layer) == layer)
 
 
-def test_the_memory_table_has_the_type_of_every_kind(bundles: Bundles, run: Run) -> None:
+def test_the_memory_table_has_the_type_of_every_kind(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
     """A quantised cache is one row of the table, with all its parts in the bytes."""
-    sizes = {"head_dim": 96, "index_head_dim": 160}
-    bundle = bundles.bundle(bundles.checkpoint(**sizes), cache="q8_0", index_cache="bf16")
+    checkpoint = bundles.checkpoint(head_dim=96, index_head_dim=160)
+    bundle, choice = tmp_path / "out", ("--cache", "q8_0", "--index-cache", "bf16")
+    assert run("export", checkpoint, bundle, *choice)[0] == 0
     code, out, _ = run("inspect", bundle)
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
