@@ -226,6 +226,7 @@ def _manifest(
         ladder=source.ladder,
         layouts=cache_layouts(source.contract),
         sentinels=dict(source.sentinels),
+        cache_types=options.cache_types,
         caches=cache_entries(source.contract),
         tensors=source.contract.rows,
         template=TEMPLATE_NAME,

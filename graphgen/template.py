@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
+from cachegraph.graphgen.cache_ops import ONNX_TYPES
 from cachegraph.graphgen.weights.parameter import Recipe, Weight
 from cachegraph.models.contract import Contract, TensorRow
 from cachegraph.models.errors import GraphBuildError
@@ -64,7 +65,7 @@ def onnx_shape(row: TensorRow) -> ir.Shape:
 
 def onnx_type(row: TensorRow) -> ir.TensorType:
     """The row's element type."""
-    return ir.TensorType(ir.DataType.from_numpy(row.dtype.numpy))
+    return ir.TensorType(ONNX_TYPES[row.dtype])
 
 
 def _declare(builder: GraphBuilder, row: TensorRow) -> ir.Value:

@@ -23,12 +23,14 @@ class DType(StrEnum):
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
     INT64 = "int64"
 
     @property
     def numpy(self) -> np.dtype:
-        """The numpy dtype of the same name."""
-        return np.dtype(self.value)
+        """The numpy dtype of the same name; numpy has no bfloat16: its bits are held as uint16."""
+        return np.dtype("uint16" if self is DType.BFLOAT16 else self.value)
 
     @property
     def itemsize(self) -> int:
@@ -76,6 +78,18 @@ class CacheKind(StrEnum):
     LID_STATE = "lid_state"
     HCA_STATE = "hca_state"
 
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a state ring: the half-filled windows of a compressor."""
+        return self.value.endswith("_state")
+
+
+class CachePart(StrEnum):
+    """Buffers of one cache. Row i of every part belongs to row i of the cache."""
+
+    VALUES = "values"
+    SCALES = "scales"  # of a quantised cache: one for each block of a row
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLayout:
@@ -118,10 +132,11 @@ class RowLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSpec:
-    """One cache buffer [rows, width] of one layer."""
+    """One cache buffer [rows, width] of one layer: a whole cache, or a part of a quantised one."""
 
     layer: int
     kind: CacheKind
+    part: CachePart = CachePart.VALUES
     dtype: DType
     width: int
     layout: RowLayout
@@ -129,7 +144,8 @@ class CacheSpec:
     @property
     def name(self) -> str:
         """Graph input; `out_name` is the output bound to the same buffer."""
-        return f"cache.{self.layer}.{self.kind.value}"
+        suffix = "" if self.part is CachePart.VALUES else f".{self.part.value}"
+        return f"cache.{self.layer}.{self.kind.value}{suffix}"
 
     @property
     def out_name(self) -> str:
@@ -210,6 +226,9 @@ class Contract:
         return any(cache.kind is kind for cache in self.caches)
 
 
+_NOUNS = {CachePart.VALUES: "rows", CachePart.SCALES: "scales"}
+
+
 def cache_rows(caches: tuple[CacheSpec, ...]) -> tuple[TensorRow, ...]:
     """The input and output rows of every cache, inputs first."""
     sides = [(c, is_output) for is_output in (False, True) for c in caches]
@@ -220,7 +239,8 @@ def cache_rows(caches: tuple[CacheSpec, ...]) -> tuple[TensorRow, ...]:
             shape=cache.shape,
             role=Role.CACHE,
             is_output=is_output,
-            meaning=f"{cache.kind.value} rows of layer {cache.layer}, updated in place",
+            meaning=f"{cache.kind.value} {_NOUNS[cache.part]} of layer {cache.layer}, "
+            "updated in place",
         )
         for cache, is_output in sides
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
+from cachegraph.models.cache_types import CacheType, CacheTypes
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.errors import ConfigError
 
@@ -70,9 +71,12 @@ class ExportOptions:
     experts: Experts = Experts.CHOSEN
     gather: RowRead = RowRead.ROWS
     scatter: RowWrite = RowWrite.ND
+    cache: CacheType = CacheType.F32
+    index_cache: CacheType = CacheType.F32
     capacity: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:
+        _ = self.cache_types  # refuses a type outside the list
         if (
             self.dialect is Dialect.ORT
             and self.weights.bits is not None
@@ -82,6 +86,11 @@ class ExportOptions:
                 "quantised experts of the ort dialect are one QMoE node, which computes the "
                 "chosen experts only; use experts=chosen, or the portable dialect"
             )
+
+    @property
+    def cache_types(self) -> CacheTypes:
+        """How cache rows are stored."""
+        return CacheTypes(rows=self.cache, index=self.index_cache)
 
     def to_json(self) -> dict[str, object]:
         """Plain JSON types, for the manifest."""

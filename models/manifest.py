@@ -14,9 +14,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cachegraph.models.buckets import Bucket, BucketLadder
+from cachegraph.models.cache_types import CacheTypes, check_raw_types, check_stored
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import (
     CacheKind,
+    CachePart,
     CacheSpec,
     Contract,
     DType,
@@ -40,6 +42,7 @@ class CacheEntry(_Part):
     name: str
     layer: int
     kind: CacheKind
+    part: CachePart
     dtype: DType
     width: int
 
@@ -86,6 +89,7 @@ class Manifest(_Part):
     ladder: BucketLadder
     layouts: dict[CacheKind, RowLayout]
     sentinels: dict[str, str]
+    cache_types: CacheTypes
     caches: tuple[CacheEntry, ...]
     tensors: tuple[TensorRow, ...]
     template: str
@@ -103,6 +107,7 @@ class Manifest(_Part):
             CacheSpec(
                 layer=c.layer,
                 kind=c.kind,
+                part=c.part,
                 dtype=c.dtype,
                 width=c.width,
                 layout=self.layouts[c.kind],
@@ -119,7 +124,14 @@ class Manifest(_Part):
 def cache_entries(contract: Contract) -> tuple[CacheEntry, ...]:
     """The manifest form of a contract's caches."""
     return tuple(
-        CacheEntry(name=c.name, layer=c.layer, kind=c.kind, dtype=c.dtype, width=c.width)
+        CacheEntry(
+            name=c.name,
+            layer=c.layer,
+            kind=c.kind,
+            part=c.part,
+            dtype=c.dtype,
+            width=c.width,
+        )
         for c in contract.caches
     )
 
@@ -155,8 +167,9 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             f"{where} has format version {version!r}; this cachegraph reads {FORMAT_VERSION}; "
             "export the bundle again or install the version that wrote it"
         )
+    check_raw_types(raw, where)
     try:
-        return Manifest.model_validate(raw)
+        manifest = Manifest.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -164,6 +177,8 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             f"{where}: field {field!r}: {first['msg']} ({error.error_count()} faults in all); "
             "export the bundle again"
         ) from None
+    check_stored(manifest.contract.caches, manifest.cache_types, where)
+    return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegraph.models.contract import CacheSpec, Contract, Role
+from cachegraph.models.contract import CacheSpec, Contract, DType, Role
 from cachegraph.models.errors import CapacityError, ContractError, DeviceError, UsageError
 
 Array = NDArray[Any]
+# TensorProto.BFLOAT16. To numpy the bits are uint16, so the OrtValue is told what they mean.
+ONNX_BFLOAT16 = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +34,7 @@ class Buffer:
 class Binder(Protocol):
     """A device that holds buffers."""
 
-    def cache(self, initial: Array) -> Buffer:
+    def cache(self, initial: Array, dtype: DType) -> Buffer:
         """A cache buffer on the device that holds `initial`, a plain array (`check_plain`)."""
 
     def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
@@ -63,9 +65,9 @@ class CpuBinder:
     def __init__(self, ort: Any) -> None:
         self._ort = ort
 
-    def cache(self, initial: Array) -> Buffer:
+    def cache(self, initial: Array, dtype: DType) -> Buffer:
         """The array itself, shared."""
-        return self._share(initial)
+        return self._share(initial, dtype is DType.BFLOAT16)
 
     def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """Zeroed shared memory."""
@@ -95,9 +97,13 @@ class CpuBinder:
         """Zeros in the shared memory."""
         buffer.array[start:end] = 0
 
-    def _share(self, array: Array) -> Buffer:
+    def _share(self, array: Array, is_bfloat16: bool = False) -> Buffer:
         check_plain(array)
-        value = self._ort.OrtValue.ortvalue_from_numpy(array)
+        make = self._ort.OrtValue
+        if is_bfloat16:
+            value = make.ortvalue_from_numpy_with_onnx_type(array, ONNX_BFLOAT16)
+        else:
+            value = make.ortvalue_from_numpy(array)
         if array.size and value.data_ptr() != array.ctypes.data:
             raise UsageError("ONNX Runtime copied a buffer instead of sharing it")
         return Buffer(array=array, value=value)
@@ -110,19 +116,17 @@ class CudaBinder:
         self._ort = ort
         self._device_id = device_id
 
-    def cache(self, initial: Array) -> Buffer:
+    def cache(self, initial: Array, dtype: DType) -> Buffer:
         """A device buffer, filled once; the host array is not kept in step with it."""
         check_plain(initial)
-        buffer = self.host(initial.shape, initial.dtype)
-        buffer.value.update_inplace(initial)
-        return Buffer(array=initial[:0], value=buffer.value)
+        element = ONNX_BFLOAT16 if dtype is DType.BFLOAT16 else initial.dtype.type
+        value = self._value(initial.shape, element)
+        value.update_inplace(initial)
+        return Buffer(array=initial[:0], value=value)
 
     def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """A device buffer and a host array of the same shape."""
-        value = self._ort.OrtValue.ortvalue_from_shape_and_type(
-            list(shape), dtype.type, "cuda", self._device_id
-        )
-        return Buffer(array=np.zeros(shape, dtype), value=value)
+        return Buffer(array=np.zeros(shape, dtype), value=self._value(shape, dtype.type))
 
     def push(self, buffer: Buffer) -> None:
         """One host-to-device copy."""
@@ -149,6 +153,11 @@ class CudaBinder:
     def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
         """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
         raise DeviceError("zeroing rows on a GPU is not supported yet; use device cpu")
+
+    def _value(self, shape: tuple[int, ...], element: Any) -> Any:
+        return self._ort.OrtValue.ortvalue_from_shape_and_type(
+            list(shape), element, "cuda", self._device_id
+        )
 
 
 def check_plain(array: Array) -> None:
@@ -202,7 +211,7 @@ def allocate_caches(
                 f"{spec.shape} of {spec.dtype.value}"
             )
         try:
-            buffers[spec.name] = binder.cache(array)
+            buffers[spec.name] = binder.cache(array, spec.dtype)
         except MemoryError as error:
             raise no_memory(spec) from error
     return buffers

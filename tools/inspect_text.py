@@ -67,20 +67,33 @@ def _memory(manifest: Manifest) -> Iterator[str]:
     by_kind = report.by_kind
     rows = []
     for kind, layout in manifest.layouts.items():
-        layers = sum(cache.kind is kind for cache in manifest.caches)
-        rows.append((kind.value, layers, *_layout_cells(layout), byte_words(by_kind[kind])))
-    header = ("kind", "layers", "rows a sequence", "sequences", "sentinels", "spare", "bytes")
-    yield from columns(rows, header)
+        form = manifest.cache_types.of(kind).value
+        layers = len({cache.layer for cache in manifest.caches if cache.kind is kind})
+        size = byte_words(by_kind[kind])
+        rows.append((kind.value, form, layers, *_layout_cells(layout), size))
+    yield from columns(rows, _MEMORY_HEADER)
     yield ""
     layer_rows = [
         (
             layer,
-            " ".join(c.kind.value for c in manifest.caches if c.layer == layer),
+            " ".join(dict.fromkeys(c.kind.value for c in manifest.caches if c.layer == layer)),
             byte_words(sum(kinds.values())),
         )
         for layer, kinds in report.by_layer.items()
     ]
     yield from columns(layer_rows, ("layer", "caches", "bytes"))
+
+
+_MEMORY_HEADER = (
+    "kind",
+    "type",
+    "layers",
+    "rows a sequence",
+    "sequences",
+    "sentinels",
+    "spare",
+    "bytes",
+)
 
 
 def _layout_cells(layout: RowLayout) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.cache_ops import CacheOps
+from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.deepseek_v4.compressor import Compressor
 from cachegraph.graphgen.deepseek_v4.indexer import Indexer
 from cachegraph.graphgen.deepseek_v4.output import GroupedOutput
@@ -28,7 +28,7 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.contract import cache_width, state_kind
 from cachegraph.models.export_options import ExportOptions, Select
 
-Caches = dict[CacheKind, ir.Value]
+Caches = dict[CacheKind, Stored]
 _COMPRESSED = {
     LayerKind.WINDOW: (),
     LayerKind.CSA: (CacheKind.CSA, CacheKind.LID),
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         op: OpBuilder,
         x: ir.Value,
         values: StepValues,
-        caches: Mapping[CacheKind, ir.Value],
+        caches: Mapping[CacheKind, Stored],
     ) -> tuple[ir.Value, Caches]:
         """x [T, D] -> output [T, D] and the layer's updated caches by kind."""
         config, ropes = self.config, values.ropes[self.kind]
@@ -159,7 +159,7 @@ class Attention(nn.Module):
         op: OpBuilder,
         q: ir.Value,
         values: StepValues,
-        written: Mapping[CacheKind, ir.Value],
+        written: Mapping[CacheKind, Stored],
         columns: ir.Value | None,
     ) -> ir.Value:
         """softmax([window | compressed | sink]) over the rows, their weighted sum: [T, H, hd]."""
@@ -215,7 +215,7 @@ class Attention(nn.Module):
         kind: CacheKind,
         bias: ir.Value,
         values: StepValues,
-        written: Mapping[CacheKind, ir.Value],
+        written: Mapping[CacheKind, Stored],
     ) -> _Source:
         """All exposed rows of a kind, [S, n, hd], with a bias [T, 1, n]."""
         step, width = values.compressors[kind], self.config.head_dim
@@ -228,7 +228,7 @@ class Attention(nn.Module):
         op: OpBuilder,
         columns: ir.Value,
         values: StepValues,
-        written: Mapping[CacheKind, ir.Value],
+        written: Mapping[CacheKind, Stored],
     ) -> _Source:
         """The chosen rows of each token, [T, K, hd]; row numbers come from the plan's row table."""
         step, topk = values.compressors[CacheKind.CSA], self.config.index_topk
@@ -253,7 +253,7 @@ class Attention(nn.Module):
         op: OpBuilder,
         columns: ir.Value,
         values: StepValues,
-        written: Mapping[CacheKind, ir.Value],
+        written: Mapping[CacheKind, Stored],
     ) -> _Source:
         """All exposed rows, with the rows that were not chosen masked."""
         step = values.compressors[CacheKind.CSA]

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.cache_ops import CacheOps
+from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.deepseek_v4.step import CompressorStep
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.layers.rope import rotate
@@ -49,8 +49,8 @@ class Compressor(nn.Module):
         op: OpBuilder,
         projected: ir.Value,
         step: CompressorStep,
-        caches: Mapping[CacheKind, ir.Value],
-    ) -> dict[CacheKind, ir.Value]:
+        caches: Mapping[CacheKind, Stored],
+    ) -> dict[CacheKind, Stored]:
         """projected [T, width] -> the updated compressed rows and state ring, by kind."""
         plan, state = step.plan, caches[state_kind(self.kind)]
         rows = op.Add(projected, op.Gather(self.ape, plan.state_pos, axis=0))

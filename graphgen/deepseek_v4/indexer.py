@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.cache_ops import CacheOps
+from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.deepseek_v4.step import CompressorStep, StepValues
 from cachegraph.graphgen.layers.linear import FloatLinear, joined
 from cachegraph.graphgen.layers.rope import rotate
@@ -26,7 +26,7 @@ class Indexer(nn.Module):
         op: OpBuilder,
         low_rank: ir.Value,
         head_weights: ir.Value,
-        keys: ir.Value,
+        keys: Stored,
         values: StepValues,
         step: CompressorStep,
     ) -> ir.Value:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
+from cachegraph.graphgen.cache_ops import Stored, stored_caches
 from cachegraph.graphgen.deepseek_v4.attention import Attention, Caches
 from cachegraph.graphgen.deepseek_v4.experts import expert_layer, swiglu
 from cachegraph.graphgen.deepseek_v4.hyper import HyperConnection, HyperHead, merge
@@ -72,7 +73,7 @@ class Layer(nn.Module):
         op: OpBuilder,
         streams: ir.Value,
         values: StepValues,
-        caches: Mapping[CacheKind, ir.Value],
+        caches: Mapping[CacheKind, Stored],
     ) -> tuple[ir.Value, Caches]:
         """streams [T, M, D] -> streams and the updated caches by kind."""
         x, mix = self.hc_attn(op, streams)
@@ -114,10 +115,9 @@ class DeepseekV4(nn.Module):
         streams = op.Expand(op.Unsqueeze(rows, [1]), [1, self.config.hc_mult, 1])
         outputs: dict[str, ir.Value] = {}
         for number, layer in enumerate(self.layers):
-            specs = {c.kind: c for c in contract.caches if c.layer == number}
-            caches = {kind: inputs[spec.name] for kind, spec in specs.items()}
-            streams, written = layer(op, streams, values, caches)
-            outputs |= {specs[kind].out_name: value for kind, value in written.items()}
+            specs = [spec for spec in contract.caches if spec.layer == number]
+            streams, written = layer(op, streams, values, stored_caches(specs, inputs))
+            outputs |= {s.out_name: written[s.kind].part(s.part) for s in specs}
         wanted = op.Gather(streams, inputs["out_rows"], axis=0)  # [O, M, D]
         hidden = self.norm(op, self.hc_head(op, wanted))
         outputs["logits"] = self.head(op, hidden)

@@ -10,6 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, doubling
+from cachegraph.models.cache_types import CacheTypes, cache_specs
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import (
     CacheKind,
@@ -177,25 +178,26 @@ def cache_width(config: DeepseekV4Config, kind: CacheKind) -> int:
     return 4 * width if kind in (CacheKind.CSA_STATE, CacheKind.LID_STATE) else width
 
 
-def caches(config: DeepseekV4Config, capacity: Capacity) -> tuple[CacheSpec, ...]:
-    """Every cache of the model, layer by layer."""
+def caches(
+    config: DeepseekV4Config, capacity: Capacity, types: CacheTypes
+) -> tuple[CacheSpec, ...]:
+    """Every cache of the model, layer by layer. ConfigError for a width that a type cannot hold."""
     by_kind = layouts(config, capacity)
     return tuple(
-        CacheSpec(
-            layer=layer,
-            kind=kind,
-            dtype=DType.FLOAT32,
-            width=cache_width(config, kind),
-            layout=by_kind[kind],
-        )
+        spec
         for layer, layer_kind in enumerate(config.layer_kinds)
         for kind in _LAYER_CACHES[layer_kind]
+        for spec in cache_specs(
+            layer, kind, types.of(kind), cache_width(config, kind), by_kind[kind]
+        )
     )
 
 
-def contract(config: DeepseekV4Config, capacity: Capacity) -> Contract:
-    """The whole contract of the template graph."""
-    specs = caches(config, capacity)
+def contract(
+    config: DeepseekV4Config, capacity: Capacity, types: CacheTypes | None = None
+) -> Contract:
+    """The whole contract of the template graph; caches are f32 unless `types` says otherwise."""
+    specs = caches(config, capacity, types or CacheTypes())
     plans = _raw_rows()
     for kind in compressor_kinds(config):
         plans += _compressor_rows(config, kind)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from support.emitted import World, open_emitted, run
 from support.tiny import random_tensors, tiny_config
 
+from cachegraph.graphgen.cache_ops import stored_caches
 from cachegraph.graphgen.deepseek_v4.attention import Attention
 from cachegraph.graphgen.deepseek_v4.step import emit_step
 from cachegraph.models.buckets import Bucket
@@ -60,12 +61,12 @@ def run_steps(
     """The layer's outputs for both sequences after all steps; the caches are in `world`."""
     (kind,) = config.layer_kinds
     layer = Attention(config, kind, "layers.0.attn", options)
-    names = {spec.kind: spec.name for spec in world.contract.caches}
+    specs = world.contract.caches
 
     def emit(op, v):
-        caches = {k: v[name] for k, name in names.items()}
+        caches = stored_caches(specs, v)
         out, written = layer(op, v["x"], emit_step(op, config, v), caches)
-        return [out, *(written[k] for k in names)]
+        return [out, *(written[spec.kind].part(spec.part) for spec in specs)]
 
     x, session = inputs(config), None
     outputs: dict[int, list[NDArray[np.float32]]] = {0: [], 2: []}
@@ -81,7 +82,7 @@ def run_steps(
         out, *caches = run(session, feeds)
         for row, seq in enumerate(streams):
             outputs[seq].append(out.reshape(seen.shape)[row, :step])
-        world.commit(plan, dict(zip(names.values(), caches, strict=True)))
+        world.commit(plan, {s.name: rows for s, rows in zip(specs, caches, strict=True)})
     return {seq: np.concatenate(parts) for seq, parts in outputs.items()}
 
 

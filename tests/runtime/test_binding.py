@@ -13,7 +13,7 @@ from support.bundles import Bundles
 from support.engines import batch_of, feed, snapshot
 from support.fakes import DeviceValue, FakeSession, fake_cuda
 
-from cachegraph.models.contract import Role
+from cachegraph.models.contract import DType, Role
 from cachegraph.models.errors import CapacityError, ContractError, UsageError
 from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.binding import CpuBinder, CudaBinder, allocate_caches
@@ -53,14 +53,14 @@ def test_only_a_plain_array_is_shared(name: str) -> None:
     """B05: the others would be copied without a word, or written although they are read-only."""
     make, fault = ODD_ARRAYS[name]
     with pytest.raises(UsageError, match=rf"a buffer of shape \(4, 6\).* is not .*{fault}"):
-        CpuBinder(load_onnxruntime()).cache(make())
+        CpuBinder(load_onnxruntime()).cache(make(), DType.FLOAT32)
 
 
 @pytest.mark.r0
 def test_a_device_takes_only_plain_arrays_too() -> None:
     log: list[tuple[str, Any]] = []
     with pytest.raises(UsageError, match="C-contiguous"):
-        CudaBinder(fake_cuda(log)).cache(np.zeros((6, 4), np.float32).T)
+        CudaBinder(fake_cuda(log)).cache(np.zeros((6, 4), np.float32).T, DType.FLOAT32)
     assert log == []
 
 
@@ -68,7 +68,10 @@ def test_a_device_takes_only_plain_arrays_too() -> None:
 def test_a_shared_buffer_is_the_array_itself() -> None:
     binder = CpuBinder(load_onnxruntime())
     array = np.zeros((4, 6), np.float32)
-    for buffer in (binder.cache(array), binder.host((3, 2), np.dtype(np.int64))):
+    for buffer in (
+        binder.cache(array, DType.FLOAT32),
+        binder.host((3, 2), np.dtype(np.int64)),
+    ):
         buffer.array[...] = 7
         assert buffer.value.data_ptr() == buffer.array.ctypes.data
         assert (buffer.value.numpy() == 7).all()
@@ -84,7 +87,7 @@ def test_a_runtime_that_copies_is_found_out() -> None:
 
     fake = SimpleNamespace(OrtValue=SimpleNamespace(ortvalue_from_numpy=copying))
     with pytest.raises(UsageError, match="copied a buffer instead of sharing it"):
-        CpuBinder(fake).cache(np.zeros((4, 6), np.float32))
+        CpuBinder(fake).cache(np.zeros((4, 6), np.float32), DType.FLOAT32)
 
 
 @pytest.mark.r1
@@ -115,7 +118,7 @@ def test_a_cache_without_memory_names_layer_kind_and_bytes(bundles: Bundles) -> 
     asked = []
 
     class Full:
-        def cache(self, initial: Array) -> Any:
+        def cache(self, initial: Array, dtype: DType) -> Any:
             asked.append(initial)
             if initial.shape == spec.shape:
                 raise MemoryError

@@ -102,6 +102,32 @@ def other_vocabulary(manifest: dict[str, Any]) -> None:
     row["shape"][1] = 7
 
 
+def odd_rows_type(manifest: dict[str, Any]) -> None:
+    manifest["cache_types"]["rows"] = "q4_0"
+
+
+def odd_index_type(manifest: dict[str, Any]) -> None:
+    manifest["cache_types"]["index"] = "q4_0"
+
+
+def odd_element(manifest: dict[str, Any]) -> None:
+    manifest["caches"][0]["dtype"] = "float8"
+
+
+def odd_state_element(manifest: dict[str, Any]) -> None:
+    entry = next(c for c in manifest["caches"] if c["kind"] == "csa_state")
+    entry["dtype"] = "float8"
+
+
+def blocks_that_do_not_fit(manifest: dict[str, Any]) -> None:
+    manifest["cache_types"]["rows"] = "q8_0"
+
+
+def half_state(manifest: dict[str, Any]) -> None:
+    entry = next(c for c in manifest["caches"] if c["name"] == "cache.1.csa_state")
+    entry["dtype"] = "float16"
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no manifest": (removed(MANIFEST_NAME), "is no bundle: it has no manifest.json"),
     "not JSON": (wrote(MANIFEST_NAME, b"{"), "is not JSON"),
@@ -114,6 +140,31 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown field": (edited(extra_field), "field 'speed'"),
     "wrong type": (edited(odd_window), "field 'planners.raw.window'"),
     "unknown kind": (edited(odd_kind), "field 'caches.0.kind'"),
+    "unknown type of rows": (
+        edited(odd_rows_type),
+        "raw, csa and hca cache: no type 'q4_0'; it can be f32, f16, bf16, q8_0",
+    ),
+    "unknown type of index keys": (
+        edited(odd_index_type),
+        "lid cache: no type 'q4_0'; it can be f32, f16, bf16, q8_0",
+    ),
+    "unknown element type": (
+        edited(odd_element),
+        "layer 0 raw cache: no type 'float8'; it can be f32, f16, bf16, q8_0",
+    ),
+    "unknown element type of a state ring": (
+        edited(odd_state_element),
+        "layer 1 csa_state cache: no type 'float8'; it can be f32; choose one",
+    ),
+    "q8_0 of an odd width": (
+        edited(blocks_that_do_not_fit),
+        "raw cache: q8_0 stores rows in blocks of 32 values, and the width 20",
+    ),
+    "a state ring of f16": (
+        edited(half_state),
+        "cache.1.csa_state: the manifest has cache.1.csa_state of 80 float16, a csa_state "
+        "cache of type f32 is cache.1.csa_state of 80 float32",
+    ),
     "newer runtime": (edited(newer_runtime), "needs ONNX Runtime 99.1.0 or newer"),
     "no weights": (edited(no_weights), "was exported without weights"),
     "other graph": (edited(other_vocabulary), "logits: the graph has"),

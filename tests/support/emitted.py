@@ -106,9 +106,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.caches = initial_caches(self.contract)
-        self._store.table.cells = CellTable(
-            self.contract.layout(CacheKind.RAW), self.planners.raw.window
-        )
+        self._cells = CellTable(self.contract.layout(CacheKind.RAW), self.planners.raw.window)
         self._sizes = StepSizes.of(self.planners, self.contract)
         self._filler = Filler(self.contract, self.planners)
 
@@ -122,10 +120,10 @@ class World:
         streams = sorted(tokens)
         step = len(tokens[streams[0]])
         is_last = np.arange(step * len(streams)) % step == step - 1
-        starts = [self._store.table.cells.next_position(seq) for seq in streams]
+        starts = [self._cells.next_position(seq) for seq in streams]
         return plan_step(
             self._sizes,
-            self._store.table.cells,
+            self._cells,
             UBatch(
                 tokens=np.concatenate([tokens[seq] for seq in streams]),
                 positions=np.concatenate([start + np.arange(step) for start in starts]),
@@ -150,5 +148,5 @@ class World:
 
     def commit(self, plan: StepPlan, caches: Mapping[str, Array]) -> None:
         """The step succeeded; caches by input name."""
-        self._store.table.cells.commit(plan.reservation)
+        self._cells.commit(plan.reservation)
         self.caches |= caches

@@ -42,9 +42,15 @@ class Engines:
         self._bundles = bundles
         self._open: dict[Path, Engine] = {}
 
-    def get(self, name: str = "mixed", **choices: Any) -> Engine:
-        """An engine of a tiny model and export choices, with every sequence forgotten."""
-        bundle = self._bundles.bundle(self._bundles.checkpoint(name), **choices)
+    def get(
+        self, name: str = "mixed", *, sizes: Mapping[str, int] | None = None, **choices: Any
+    ) -> Engine:
+        """An engine of a tiny model and export choices, with every sequence forgotten.
+
+        sizes: fields of the model's config to replace.
+        """
+        checkpoint = self._bundles.checkpoint(name, **(sizes or {}))
+        bundle = self._bundles.bundle(checkpoint, **choices)
         if bundle not in self._open:
             self._open[bundle] = open_engine(bundle)
         self._open[bundle].clear()
@@ -171,7 +177,7 @@ def snapshot(engine: Engine) -> Arrays:
 def changed_rows(spec: CacheSpec, before: Arrays, after: Arrays) -> set[int]:
     """Rows of a cache that differ in any bit."""
     old, new = before[spec.name], after[spec.name]
-    differs = old.view(np.uint32) != new.view(np.uint32)
+    differs = old.view(np.uint8) != new.view(np.uint8)
     return set(np.flatnonzero(differs.any(axis=1)).tolist())
 
 

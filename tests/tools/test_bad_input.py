@@ -43,6 +43,16 @@ CASES: dict[str, tuple[str, str]] = {
     "export onto a file": ("export CHECKPOINT FILE", "exists and is no bundle"),
     "unknown dialect": ("export CHECKPOINT OUT --dialect c", "--dialect"),
     "unknown weights": ("export CHECKPOINT OUT --weights int3", "--weights"),
+    "unknown cache type": ("export CHECKPOINT OUT --cache q4_0", "--cache"),
+    "unknown index cache type": ("export CHECKPOINT OUT --index-cache 8", "--index-cache"),
+    "q8_0 of rows of an odd width": (
+        "export CHECKPOINT OUT --cache q8_0",
+        "raw cache: q8_0 stores rows in blocks of 32 values, and the width 20",
+    ),
+    "q8_0 of index keys of an odd width": (
+        "export CHECKPOINT OUT --index-cache q8_0",
+        "lid cache: q8_0 stores rows in blocks of 32 values, and the width 14",
+    ),
     "context 0": ("export CHECKPOINT OUT --context 0", "--context"),
     "context that is no number": ("export CHECKPOINT OUT --context many", "--context"),
     "sequences 0": ("export CHECKPOINT OUT --sequences 0", "--sequences"),

@@ -62,6 +62,28 @@ def test_memory_is_what_an_engine_allocates(bundle: Path, run: Run) -> None:
         assert count == sum(n for spec, n in sizes.items() if str(spec.layer) == layer)
 
 
+def test_the_memory_table_has_the_type_of_every_kind(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
+    """A quantised cache is one row of the table, with all its parts in the bytes."""
+    checkpoint = bundles.checkpoint(head_dim=96, index_head_dim=160)
+    bundle, choice = tmp_path / "out", ("--cache", "q8_0", "--index-cache", "bf16")
+    assert run("export", checkpoint, bundle, *choice)[0] == 0
+    code, out, _ = run("inspect", bundle)
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    found = {row[0]: row[1:3] for row in rows if row and row[0] in manifest_kinds(bundle)}
+    assert found["raw"] == ["q8_0", "5"]
+    assert found["csa"] == found["hca"] == ["q8_0", "2"]
+    assert found["lid"] == ["bf16", "2"]
+    assert found["csa_state"] == found["lid_state"] == found["hca_state"] == ["f32", "2"]
+    assert "cache.1.csa.scales" in out
+
+
+def manifest_kinds(bundle: Path) -> set[str]:
+    return {kind.value for kind in read_manifest(bundle).layouts}
+
+
 def test_json_is_the_manifest(bundle: Path, run: Run) -> None:
     _, out, err = run("inspect", bundle, "--json")
     assert err == ""

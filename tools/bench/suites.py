@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cachegraph.models.shipped import resolve
+from cachegraph.tools.bench.caches import CHOICES, cache_table, measure
 from cachegraph.tools.bench.models import medium_checkpoint, medium_config
 from cachegraph.tools.bench.speed import compare, context_ratio
 from cachegraph.tools.bench.tables import context_table, speed_table
@@ -36,6 +37,7 @@ class Bench:
             "shipped": self._shipped,
             "medium": self._medium,
             "context": self._context,
+            "caches": self._caches,
         }
         return suites[suite](stack)
 
@@ -92,6 +94,13 @@ class Bench:
                 )
         title = "Step time by context, 690M model, `cachegraph bench --suite context`"
         return title, context_table(times)
+
+    def _caches(self, stack: ExitStack) -> tuple[str, list[str]]:
+        figures = measure(
+            self.work, CHOICES, self.report, threads=self.threads, device=self.device
+        )
+        title = "Cache types of the shipped model, `cachegraph bench --suite caches`"
+        return title, cache_table(figures)
 
     def _ours(
         self,

@@ -19,6 +19,7 @@ class Suite(StrEnum):
     shipped = "shipped"
     medium = "medium"
     context = "context"
+    caches = "caches"
 
 
 def command(
@@ -27,7 +28,8 @@ def command(
         typer.Option(
             help="shipped: the shipped model. medium: a random model of 690M parameters (makes "
             "a checkpoint of 1.4 GB and bundles of 4 GB). context: step time of that model at "
-            "16k tokens against 1k. Default: shipped."
+            "16k tokens against 1k. caches: memory and perplexity of each cache type. Default: "
+            "shipped."
         ),
     ] = None,
     peers: Annotated[
@@ -47,6 +49,8 @@ def command(
     ] = None,
 ) -> None:
     """Measure decode and prefill speed, as ratios in one run, medians of the repetitions.
+
+    The suite `caches` measures no speed: memory and perplexity of each cache type.
 
     Example: cachegraph bench --suite shipped --out docs/benchmarks.md
     """

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cachegraph.models.cache_types import CacheType
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import (
@@ -74,6 +75,16 @@ ScatterOption = Annotated[
     RowWrite,
     typer.Option(help="Operator that writes whole cache rows: ScatterND, ScatterElements."),
 ]
+CacheOption = Annotated[
+    CacheType,
+    typer.Option(
+        help="Form of raw, CSA and HCA rows. f16 and bf16 halve them; q8_0 is int8 with one "
+        "f16 scale for 32 values. State rings stay f32."
+    ),
+]
+IndexCacheOption = Annotated[
+    CacheType, typer.Option(help="Form of the indexer's keys, as --cache has them.")
+]
 PresetOption = Annotated[
     str | None,
     typer.Option(
@@ -110,6 +121,8 @@ def command(
     experts: ExpertsOption = Experts.CHOSEN,
     gather: GatherOption = RowRead.ROWS,
     scatter: ScatterOption = RowWrite.ND,
+    cache: CacheOption = CacheType.F32,
+    index_cache: IndexCacheOption = CacheType.F32,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -133,6 +146,8 @@ def command(
         experts=experts,
         gather=gather,
         scatter=scatter,
+        cache=cache,
+        index_cache=index_cache,
         capacity=Capacity(
             context=context, sequences=sequences, max_step=max_step, rewind=rewind
         ),
