@@ -1,10 +1,13 @@
 # make demo       install, export the shipped model, stream text from it
 # make test       install the test tools and run every test
 # make test-fast  rungs r0 to r2: no torch, no network, no GPU
+# make fuzz N=2000  random programs of sequence edits against cold runs; log in docs/fuzz/
 # make check      format, lint, types, import direction, size budget
 PYTHON ?= python3
 # Named alone and first, so that pip takes the build that its index prefers for this machine.
 TORCH ?= torch==2.13.0
+N ?= 2000
+SEED ?= 0
 PROMPT ?= def read(self, size=-1):
 
 VENV := .venv
@@ -15,7 +18,7 @@ DEMO := out/deepseek_v4_tiny
 DEVICE := $(shell if nvidia-smi -L >/dev/null 2>&1 || test -e /proc/driver/nvidia/version; \
 	then echo cuda; else echo cpu; fi)
 
-.PHONY: demo test test-fast check format clean
+.PHONY: demo test test-fast fuzz check format clean
 
 demo: $(VENV)/demo.stamp
 	rm -rf $(DEMO)
@@ -28,6 +31,10 @@ test: $(VENV)/test.stamp
 
 test-fast: $(VENV)/test.stamp
 	$(BIN)/python -m pytest --no-torch -m 'r0 or r1 or r2'
+
+fuzz: $(VENV)/test.stamp
+	PYTHONPATH=tests $(BIN)/python tests/fuzz/run.py --programs $(N) --seed $(SEED) \
+		--log docs/fuzz/sequences.txt
 
 check: $(VENV)/test.stamp .ns/cachegraph
 	$(BIN)/ruff format --check .

@@ -66,6 +66,10 @@ class Oracle:
         self.engine = open_engine(bundle)
         self._runs: dict[tuple[int, ...], tuple[Logits, Rows]] = {}
 
+    def forget(self) -> None:
+        """Drop the runs that are kept."""
+        self._runs.clear()
+
     def run(self, text: Sequence[int]) -> tuple[Logits, Rows]:
         """Logits of every position and the needed rows at the end."""
         key = tuple(text)

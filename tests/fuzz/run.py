@@ -1,0 +1,75 @@
+"""Play many fuzz programs and write a log: `make fuzz N=2000`, or one again with --only.
+
+The log says seed, machine, time and what was found; exit status 1 where something was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnxruntime
+from support.fuzz import CAPACITY, MODELS, SEED, Fuzz, Score
+
+
+def main() -> int:
+    """Read options, play, print and write the log."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="play the program of this number alone")
+    parser.add_argument("--log", type=Path, help="write the log to this file too")
+    options = parser.parse_args()
+    numbers = range(options.programs) if options.only is None else [options.only]
+    score, start = Score(), time.monotonic()
+    with TemporaryDirectory() as folder:
+        fuzz = Fuzz(Path(folder))
+        for done, number in enumerate(numbers, start=1):
+            fuzz.play(options.seed, number, score)
+            if done % 100 == 0:
+                print(f"{done} programs, {len(score.failures)} failures", flush=True)
+        fuzz.close()
+    log = report(score, options.seed, time.monotonic() - start)
+    print(log)
+    if options.log:
+        options.log.parent.mkdir(parents=True, exist_ok=True)
+        options.log.write_text(log, "utf-8")
+    return 1 if score.failures else 0
+
+
+def report(score: Score, seed: int, seconds: float) -> str:
+    """The log."""
+    lines = [
+        f"seed {seed}, {score.programs} programs, {score.operations} operations",
+        f"compared with cold runs: {score.compared}, largest difference {score.worst:.1e}",
+        f"failures: {len(score.failures)}",
+        *score.failures,
+        f"near ties of a top-k, where no equality is owed: {len(score.near_ties)}",
+        *score.near_ties,
+        f"models {', '.join(MODELS)} (weights of seed {SEED}), {CAPACITY}",
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s, one thread",
+        f"{_processor()}, {platform.system()} {platform.release()}",
+        f"Python {platform.python_version()}, numpy {np.__version__}, "
+        f"ONNX Runtime {onnxruntime.__version__}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _processor() -> str:
+    """The processor's name where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""150 random programs with a fixed seed; `make fuzz` runs more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.fuzz import NAMES, Fuzz, Score, draw
+
+pytestmark = pytest.mark.r2
+
+SEED, PROGRAMS = 1, 150
+
+
+def test_programs_of_sequence_edits_equal_cold_runs(tmp_path: Path) -> None:
+    fuzz, score = Fuzz(tmp_path), Score()
+    for number in range(PROGRAMS):
+        fuzz.play(SEED, number, score)
+    fuzz.close()
+    assert score.failures == []
+    assert score.near_ties == []
+    assert score.compared > 3 * PROGRAMS
+
+
+def test_every_operation_is_drawn() -> None:
+    drawn = Counter(o.name for number in range(PROGRAMS) for o in draw(SEED, number, 100))
+    assert set(drawn) == set(NAMES)
+    assert min(drawn.values()) >= 25

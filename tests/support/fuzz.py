@@ -1,0 +1,321 @@
+"""Random programs of sequence edits, judged by cold runs and by a dictionary of what is where.
+
+A program is drawn from a seed and its number alone, so that one that failed can be played again.
+After every operation lengths, tokens and reach are those of the dictionary model; at the end every
+row of logits that was ever returned, and the live rows of every sequence, are those of a cold run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from support.bundles import Bundles, largest_difference, open_engine
+from support.sequence_model import Label, Memory
+from support.sessions import Logits, Oracle, needed_rows
+from support.tiny import random_tensors, tiny_config
+
+from cachegraph.models.capacity import Capacity
+from cachegraph.models.contract import CacheKind
+from cachegraph.models.deepseek_v4.twin import forward
+from cachegraph.models.errors import CapacityError, RewindError, StateFileError, UsageError
+from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.engine import Engine
+
+MODELS = ("mixed", "ratios", "hca_only")
+CAPACITY = Capacity(context=64, sequences=4, max_step=12, rewind=5)
+# Cold runs go in one call, through other buckets than the programs.
+COLD = Capacity(context=64, sequences=1, max_step=64, rewind=0)
+SEQUENCES, TOLERANCE, SEED = 4, 1e-5, 1
+NAMES = ("append", "fork", "remove", "rewind", "keep", "shift", "save", "restore", "clear")
+SHARES = (0.40, 0.10, 0.10, 0.14, 0.03, 0.03, 0.09, 0.09, 0.02)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A name and numbers; what they mean depends on what the sequences hold by then."""
+
+    name: str
+    numbers: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+
+
+def draw(seed: int, number: int, vocab: int) -> list[Operation]:
+    """The program of a number."""
+    rng = np.random.default_rng([seed, number])
+    operations = []
+    for name in rng.choice(NAMES, size=rng.integers(6, 19), p=SHARES):
+        numbers = tuple(rng.integers(1000, size=6).tolist())
+        tokens = rng.integers(vocab, size=100).tolist() if name == "append" else ()
+        operations.append(Operation(str(name), numbers, tuple(tokens)))
+    return operations
+
+
+@dataclass
+class Held:
+    """One sequence in the dictionary model or in a file: its text and its labelled rows."""
+
+    text: Label = ()
+    rows: dict[tuple[CacheKind, int], Label] = field(default_factory=dict)
+
+
+class Books:
+    """The dictionary model: which row of which stream holds what."""
+
+    def __init__(self, name: str) -> None:
+        self.memory = Memory(tiny_config(name), CAPACITY)
+        self.texts: list[Label] = [()] * SEQUENCES
+
+    def append(self, seq: int, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            before = len(self.texts[seq])
+            self.texts[seq] += (token,)
+            self.memory.step(seq, self.texts[seq], before)
+
+    def clear(self, seq: int) -> None:
+        self.texts[seq] = ()
+        self.memory.forget(seq)
+
+    def cut(self, seq: int, position: int) -> None:
+        if position == 0:
+            self.clear(seq)
+        self.texts[seq] = self.texts[seq][:position]
+
+    def take(self, seq: int) -> Held:
+        """What a copy or a file of a sequence holds: rows of its text, none of rejected tokens."""
+        text, held = self.texts[seq], {}
+        for kind, rows in self.memory.rows.items():
+            size = self.memory.sizes[kind]
+            for index in range(size):
+                label = rows.get(seq * size + index)
+                if label is not None and text[: len(label)] == label:
+                    held[kind, index] = label
+        return Held(text, held)
+
+    def put(self, seq: int, held: Held) -> None:
+        self.clear(seq)
+        self.texts[seq] = held.text
+        for (kind, index), label in held.rows.items():
+            self.memory.rows[kind][seq * self.memory.sizes[kind] + index] = label
+
+    def reach(self, seq: int) -> list[int]:
+        text = self.texts[seq]
+        return [p for p in range(len(text) + 1) if self.memory.is_safe(seq, text, p)]
+
+
+class Play:
+    """One program on an engine, with its books."""
+
+    def __init__(self, engine: Engine, oracle: Oracle, name: str, folder: Path) -> None:
+        self.engine, self.oracle = engine, oracle
+        self.books = Books(name)
+        self.seen: list[tuple[Label, Logits]] = []  # a text, and logits of its last tokens
+        self.files: list[tuple[Path, dict[int, Held]]] = []
+        self._folder = folder
+        engine.clear()
+
+    def run(self, operation: Operation) -> None:
+        getattr(self, f"_{operation.name}")(operation)
+        for seq, text in enumerate(self.books.texts):
+            assert self.engine.length(seq) == len(text), f"length of {seq}"
+            assert self.engine.tokens(seq) == text, f"tokens of {seq}"
+            reach = [p for span in self.engine.reachable(seq) for p in span]
+            assert reach == self.books.reach(seq), f"reach of {seq}"
+
+    def _refused(self, fault: type[Exception], call: object, *args: object) -> None:
+        try:
+            call(*args)  # type: ignore[operator]
+        except fault:
+            return
+        raise AssertionError(f"{fault.__name__} was owed")
+
+    def _append(self, operation: Operation) -> None:
+        """One to four sequences in one batch, tokens of each in a row or by turns."""
+        which, *sizes, order = operation.numbers
+        seqs = [which % SEQUENCES] if which % 3 else [s for s in range(4) if which >> s & 1]
+        counts = {seq: 1 + sizes[seq] % (23 if sizes[seq] % 2 else 4) for seq in seqs}
+        owners = [seq for seq, count in counts.items() for _ in range(count)]
+        if order % 2:
+            owners = np.random.default_rng(order).permutation(owners).tolist()
+        tokens = list(operation.tokens[: len(owners)])
+        if not owners:
+            return
+        starts = {seq: len(text) for seq, text in enumerate(self.books.texts)}
+        batch = Batch.of(tokens, None, owners, starts=starts, logits=[True] * len(owners))
+        if any(starts[seq] + counts[seq] > CAPACITY.context for seq in seqs):
+            self._refused(CapacityError, self.engine.decode, batch)
+            return
+        logits = self.engine.decode(batch)
+        for seq in seqs:
+            mine = [i for i, owner in enumerate(owners) if owner == seq]
+            self.books.append(seq, [tokens[i] for i in mine])
+            self.seen.append((self.books.texts[seq], logits[mine]))
+
+    def _fork(self, operation: Operation) -> None:
+        source, target = (n % SEQUENCES for n in operation.numbers[:2])
+        held = self.books.take(source)
+        moved = self.engine.copy(source, target)
+        if source == target:
+            assert moved == 0
+            return
+        self.books.put(target, held)
+        widths = {}
+        for spec in self.engine.manifest.contract.caches:
+            widths[spec.kind] = widths.get(spec.kind, 0) + spec.width * 4
+        assert moved == sum(widths[kind] for kind, _ in held.rows), "bytes of a copy"
+
+    def _remove(self, operation: Operation) -> None:
+        """Any range, of one sequence or of all."""
+        which, first, end, *_ = operation.numbers
+        seq = -1 if which % 10 == 0 else which % SEQUENCES
+        self._take_back(seq, first % 70 - 4, -1 if end % 2 else end % 70)
+
+    def _rewind(self, operation: Operation) -> None:
+        """Back to a position that can be reached, near the end mostly."""
+        which, choice, *_ = operation.numbers
+        seq = which % SEQUENCES
+        reach = self.books.reach(seq)
+        position = reach[-1 - choice % min(len(reach), 7 if choice % 9 else 99)]
+        self._take_back(seq, position, -1)
+        assert self.engine.length(seq) == position
+
+    def _take_back(self, seq: int, first: int, end: int) -> None:
+        cuts = {}
+        for one in range(SEQUENCES) if seq == -1 else [seq]:
+            length = len(self.books.texts[one])
+            start, stop = max(0, first), length if end < 0 else min(end, length)
+            if start < stop:
+                if stop < length or start not in self.books.reach(one):
+                    self._refused(RewindError, self.engine.remove, seq, first, end)
+                    return
+                cuts[one] = start
+        self.engine.remove(seq, first, end)
+        for one, position in cuts.items():
+            self.books.cut(one, position)
+
+    def _keep(self, operation: Operation) -> None:
+        kept = operation.numbers[0] % SEQUENCES
+        self.engine.keep(kept)
+        for seq in set(range(SEQUENCES)) - {kept}:
+            self.books.clear(seq)
+
+    def _shift(self, operation: Operation) -> None:
+        seq, first, end, delta, *_ = operation.numbers
+        edit = self.engine.divide if delta % 5 == 0 else self.engine.shift
+        self._refused(UsageError, edit, seq % SEQUENCES, first, end, delta)
+
+    def _save(self, operation: Operation) -> None:
+        which, *_ = operation.numbers
+        seqs = [s for s in range(SEQUENCES) if which >> s & 1]
+        path = self._folder / str(len(self.files))
+        self.engine.save(path, seqs)
+        self.files.append((path, {seq: self.books.take(seq) for seq in seqs}))
+
+    def _restore(self, operation: Operation) -> None:
+        which, wrong, *order = operation.numbers
+        if not self.files:
+            return
+        path, held = self.files[which % len(self.files)]
+        slots = np.random.default_rng(order).permutation(SEQUENCES).tolist()
+        targets = dict(zip(held, slots, strict=False))
+        if wrong % 11 == 0:
+            absent = {s: s for s in range(SEQUENCES) if s not in held}
+            if absent:
+                self._refused(StateFileError, self.engine.restore, path, absent)
+            return
+        assert self.engine.restore(path, targets) == targets
+        for saved, slot in targets.items():
+            self.books.put(slot, held[saved])
+
+    def _clear(self, operation: Operation) -> None:
+        which, data, *_ = operation.numbers
+        seq = -1 if which % 10 == 0 else which % SEQUENCES
+        self.engine.clear(seq, data=bool(data % 2))
+        for one in range(SEQUENCES) if seq == -1 else [seq]:
+            self.books.clear(one)
+
+    def differences(self) -> Iterator[tuple[float, Label]]:
+        """How far every answer and every live row is from a cold run of its text."""
+        longest: dict[Label, Label] = {}  # a text -> a longer one that was run too
+        for text, _ in sorted(self.seen, key=lambda entry: -len(entry[0])):
+            for end in range(len(text) + 1):
+                longest.setdefault(text[:end], text)
+        for text, logits in self.seen:
+            wanted, _ = self.oracle.run(longest[text])
+            rows = wanted[len(text) - len(logits) : len(text)]
+            yield float(np.abs(logits - rows).max()), text
+        for seq, text in enumerate(self.books.texts):
+            _, rows = self.oracle.run(text)
+            yield largest_difference(needed_rows(self.engine, seq), rows), text
+
+
+@dataclass
+class Score:
+    """What a run of programs came to. near_ties: differences where no equality is owed."""
+
+    programs: int = 0
+    operations: int = 0
+    compared: int = 0
+    worst: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    near_ties: list[str] = field(default_factory=list)
+
+
+class Fuzz:
+    """Engines and oracles of the models, and programs played on them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._bundles = Bundles(root / "bundles")
+        self._pairs: dict[str, tuple[Engine, Oracle]] = {}
+
+    def play(self, seed: int, number: int, score: Score) -> None:
+        """Play one program and add it to the score."""
+        name = MODELS[number % len(MODELS)]
+        engine, oracle = self._pair(name)
+        oracle.forget()
+        folder = self._root / "files"
+        folder.mkdir(parents=True, exist_ok=True)
+        play = Play(engine, oracle, name, folder)
+        program = draw(seed, number, engine.manifest.vocab_size)
+        label = f"program {number} of seed {seed} on {name}"
+        score.programs += 1
+        for step, operation in enumerate(program):
+            score.operations += 1
+            try:
+                play.run(operation)
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+                score.failures.append(f"{label}, step {step} {operation.name}: {fault}")
+                return
+        for difference, text in play.differences():
+            score.compared += 1
+            if not difference <= TOLERANCE:
+                gap = self._gap(name, text)
+                where = score.near_ties if gap < TOLERANCE else score.failures
+                where.append(f"{label}: {difference:.1e} after {text}, gap {gap:.1e}")
+            else:
+                score.worst = max(score.worst, difference)
+
+    def close(self) -> None:
+        for engine, oracle in self._pairs.values():
+            engine.close()
+            oracle.engine.close()
+
+    def _pair(self, name: str) -> tuple[Engine, Oracle]:
+        if name not in self._pairs:
+            checkpoint = self._bundles.checkpoint(name, seed=SEED)
+            engine = open_engine(self._bundles.bundle(checkpoint, capacity=CAPACITY))
+            self._pairs[name] = (
+                engine,
+                Oracle(self._bundles.bundle(checkpoint, capacity=COLD)),
+            )
+        return self._pairs[name]
+
+    @staticmethod
+    def _gap(name: str, text: Label) -> float:
+        """The narrowest cut of any top-k in the float64 twin's run of a text."""
+        config = tiny_config(name)
+        return forward(config, random_tensors(config, SEED), text).smallest_gap
