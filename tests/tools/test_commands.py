@@ -15,6 +15,8 @@ from support.engines import text
 
 from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.engine import Engine
+from cachegraph.runtime.generate import GenerateOptions
 from cachegraph.tools.commands.logits import parse_chunks
 
 pytestmark = pytest.mark.r2
@@ -103,9 +105,19 @@ def test_chat_answers_each_line_until_the_end_of_input(
     template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
     options = ("--template", template, "--max-tokens", "4", "--temperature", "0")
-    code, out, err = run("chat", shipped, *options, "--threads", "1")
+    code, out, err = run("chat", shipped, *options, "--threads", "1", "--device", "cpu")
     assert code == 0, err
-    assert out.count("\n") >= 2
+    with open_engine(shipped) as engine:
+        first = _greedy(engine, "user: hello\n")
+        second = _greedy(engine, f"user: hello\nassistant: {first}\nuser: again\n")
+    assert out == f"{first}\n{second}\n"
+
+
+def _greedy(engine: Engine, prompt: str) -> str:
+    assert engine.codec is not None
+    ids = engine.codec.encode(prompt, add_bos=False)
+    events = engine.generate([ids], GenerateOptions(max_tokens=4))
+    return "".join(event.text for event in events)
 
 
 def test_freeze_adds_graphs_on_the_same_weights(
