@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest, engines: Engines) -> Engine:
 
 def test_caches_change_in_place_and_only_in_rows_of_the_plan(engine: Engine) -> None:
     specs = engine.manifest.contract.caches
-    addresses = {s.name: engine._caches[s.name].array.ctypes.data for s in specs}
+    addresses = {s.name: engine._store.caches[s.name].array.ctypes.data for s in specs}
     taken, written = snapshot(engine), set()
 
     def check(call: Call) -> None:
@@ -66,7 +66,7 @@ def test_caches_change_in_place_and_only_in_rows_of_the_plan(engine: Engine) -> 
             feed(engine, counts, texts={seq: seq + 20 for seq in counts})
     assert written == {spec.name for spec in specs}
     for spec in specs:
-        buffer = engine._caches[spec.name]
+        buffer = engine._store.caches[spec.name]
         assert buffer.value.data_ptr() == addresses[spec.name] == buffer.array.ctypes.data
         assert buffer.array.nbytes == spec.num_bytes
     for call in engine._calls.values():
@@ -90,14 +90,14 @@ def test_a_rejected_text_leaves_no_trace(engine: Engine) -> None:
 def test_a_copy_goes_on_as_the_original_and_counts_its_bytes(engine: Engine) -> None:
     feed(engine, {0: 24})
     feed(engine, {0: 13})
-    moves = engine._sequences.live_rows(0, 2)
+    moves = engine._store.table.live_rows(0, 2)
     moved = engine.copy(0, 2)
     specs = engine.manifest.contract.caches
     rows = {move.kind: move.source.size for move in moves}
     assert moved == sum(rows[s.kind] * s.width * s.dtype.itemsize for s in specs)
     for move in moves:
         for spec in (s for s in specs if s.kind is move.kind):
-            array = engine._caches[spec.name].array
+            array = engine._store.caches[spec.name].array
             assert array[move.target].tobytes() == array[move.source].tobytes(), spec.name
     assert {move.kind for move in moves if move.source.size} == set(CacheKind)
     wanted = feed(engine, {0: 9})[0]
@@ -134,7 +134,9 @@ def test_erased_streams_are_zero_in_every_part(engine: Engine) -> None:
     engine.clear(1, data=True)
     for spec in engine.manifest.contract.caches:
         start = spec.layout.base(1)
-        rows = engine._caches[spec.name].array[start : start + spec.layout.rows_per_stream]
+        rows = engine._store.caches[spec.name].array[
+            start : start + spec.layout.rows_per_stream
+        ]
         assert not rows.any(), spec.name
 
 
