@@ -16,6 +16,7 @@ from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import BatchError
 from cachegraph.models.planner_specs import dims
 from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.planners.step import plan_step
 from cachegraph.runtime.split import split_batch
 from cachegraph.tools.conformance.ours import answer, reserve_blocks
@@ -103,8 +104,9 @@ def test_rule_4_coupled_tokens_need_one_history() -> None:
     assert out["comp"][0]["plan"]["state_persist_dst_idxs"] == [0, 1, 2, 3, 8, 9, 10, 11]
     apart: Cells = [(0, (0,)), (1, (0, 1))]
     assert answer(scenario(apart, [(0, 1)], [1], head=1))["raw"] == {"ok": False}
+    held = {0: (5,), 1: (6,)}
     with pytest.raises(BatchError, match="decode it once for each sequence"):
-        world().check(Batch.of([5], [0], [(0, 1)]))
+        decoupled(Batch.of([5], [1], [(0, 1)]), held.__getitem__)
 
 
 def test_rule_5_repeated_positions_are_refused() -> None:

@@ -32,7 +32,7 @@ WIDE = Bucket(streams=3, step=6, context=16, closes=KINDS, all_rows=True)
 
 @pytest.fixture
 def world() -> World:
-    made = World(config(), Capacity(context=29, sequences=3, max_step=6))
+    made = World(config(), Capacity(context=29, sequences=3, max_step=6, rewind=0))
     made.decode({0: 6, 2: 6})
     return made
 

@@ -29,7 +29,7 @@ VECTORS = Path(__file__).parents[1] / "data" / "dsv4_plan.json"
 @pytest.fixture
 def bundle(bundles: Bundles) -> Path:
     """Window 7, ratios 4 and 12, steps of 1, 4 and 6 tokens, three sequences."""
-    capacity = Capacity(context=50, sequences=3, max_step=6)
+    capacity = Capacity(context=50, sequences=3, max_step=6, rewind=0)
     return bundles.bundle(bundles.checkpoint(), capacity=capacity)
 
 

@@ -37,7 +37,9 @@ HOUSES = (
     House(
         name="runtime",
         ours=frozenset({"models", "runtime"}),
-        others=frozenset({"jinja2", "numpy", "onnxruntime", "safetensors", "tokenizers"}),
+        others=frozenset(
+            {"jinja2", "numpy", "onnxruntime", "pydantic", "safetensors", "tokenizers"}
+        ),
     ),
     House(
         name="tools",
