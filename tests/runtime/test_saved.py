@@ -227,7 +227,7 @@ from cachegraph.runtime.engine import Engine
 bundle, state, out, tokens = sys.argv[1:]
 with Engine.load(bundle, device="cpu", threads=1, spinning=False) as engine:
     engine.restore(state)
-    done = engine.append(json.loads(tokens), 1)
+    done = engine.prefill(json.loads(tokens), 1)
     np.save(out, done.logits)
     print(json.dumps([done.reused, done.planned]))
 """
