@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.bundles import Bundles, with_capacity
 from support.engines import Engines, changed_rows, same_bits, snapshot, text
-from support.sessions import Oracle, append, needed_rows
+from support.sessions import Oracle, append, needed_rows, poison_unneeded
 
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import RewindError, UsageError
@@ -110,6 +110,25 @@ def test_a_rejection_leaves_the_neighbours_alone(engine: Engine, oracle: Oracle)
     for seq in range(4):
         start = engine.length(seq)
         oracle.check(engine, seq, words(engine, seq, start, start + 3))
+
+
+@pytest.mark.parametrize("position", [25, 28, 30, 32, 36])
+def test_rows_that_are_not_needed_are_never_read(
+    engine: Engine, oracle: Oracle, position: int
+) -> None:
+    """A13: rejected, copied-over and forgotten rows hold 1e6; nothing of it is seen."""
+    append(engine, 0, words(engine, 0, 0, position))
+    append(engine, 0, words(engine, 8, 0, 5))
+    append(engine, 1, words(engine, 1, 0, 70))
+    append(engine, 2, words(engine, 2, 0, 44))
+    engine.remove(0, position)
+    engine.copy(0, 1)
+    engine.clear(2)
+    poison_unneeded(engine, 1e6)
+    for seq in (1, 0, 2):
+        start = engine.length(seq)
+        for end in (start + 1, start + 2, start + 15):
+            oracle.check(engine, seq, words(engine, seq, engine.length(seq), end))
 
 
 def refused(engine: Engine, edit: Edit, fault: type[Exception], pattern: str) -> None:

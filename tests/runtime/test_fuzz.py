@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.fuzz import NAMES, Fuzz, Score, draw
 
-pytestmark = pytest.mark.r2
+pytestmark = pytest.mark.r3
 
 SEED, PROGRAMS = 1, 150
 

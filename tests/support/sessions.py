@@ -56,6 +56,17 @@ def _needed(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]:
     return spec.layout.base(seq) + rows % spec.layout.rows_per_stream
 
 
+def poison_unneeded(engine: Engine, value: float) -> None:
+    """Overwrite every row, spare ones too, that no sequence needs; sentinels stay."""
+    for spec in engine.manifest.contract.caches:
+        rows = engine._store.caches[spec.name].array
+        is_kept = np.zeros(len(rows), np.bool_)
+        is_kept[spec.layout.live_rows : spec.layout.spare_start] = True
+        for seq in range(engine.num_sequences):
+            is_kept[_needed(engine, spec, seq)] = True
+        rows[~is_kept] = value
+
+
 class Oracle:
     """Cold runs in an engine of their own, each text once.
 
