@@ -37,6 +37,7 @@ from cachegraph.runtime.binding import (
     bind_call,
 )
 from cachegraph.runtime.bundle import open_bundle
+from cachegraph.runtime.checkpoints import Checkpoints
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, initial_caches, memory_report
@@ -92,6 +93,14 @@ class Engine:
         self._calls: dict[Bucket, BoundCall] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self.checkpoints = Checkpoints(
+            self._contract,
+            manifest.planners,
+            binder,
+            self._caches,
+            self._sequences,
+            self._in_use,
+        )
 
     @classmethod
     def load(
@@ -367,6 +376,8 @@ class Engine:
 
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
+        if not self._is_closed:
+            self.checkpoints.release()
         self._is_closed = True
         self._calls.clear()
         self._caches.clear()
@@ -416,6 +427,7 @@ class Engine:
         except Exception as error:
             raise self._dropped(ubatch, done, error) from error
         self._sequences.commit(plan.reservation, ubatch)
+        self.checkpoints.note(ubatch)
         if not plan.wanted_rows.size:  # nothing to bring back from the device
             return plan, np.empty((0, self.manifest.vocab_size), np.float32)
         return plan, self._binder.pull(call.results[LOGITS])

@@ -63,6 +63,20 @@ class SequenceTable:
         self._window = specs.raw.window
         self.cells = CellTable(contract.layout(CacheKind.RAW), specs.raw.window)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
+        self._edits = [(0, "")] * self.cells.layout.streams
+
+    @property
+    def ids(self) -> range:
+        """Every sequence id."""
+        return range(self.cells.layout.streams)
+
+    def edits(self, seq_id: int) -> tuple[int, str]:
+        """How often a sequence was edited other than by a step, and the last edit in words."""
+        return self._edits[seq_id]
+
+    def written(self, seq_id: int) -> int:
+        """One past the highest position whose state row was written since it was empty."""
+        return self._histories[seq_id].written
 
     def length(self, seq_id: int) -> int:
         """Tokens held: the position expected next."""
@@ -86,6 +100,7 @@ class SequenceTable:
         """Forget a sequence."""
         self.cells.clear(seq_id)
         self._histories[seq_id] = _History()
+        self._edited(seq_id, "cleared")
 
     def can_stand(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be cut to `position` tokens and go on as if never longer.
@@ -98,13 +113,45 @@ class SequenceTable:
             return True
         if not 0 < position < length:
             return False
-        written = self._histories[seq_id].written
-        states = all(
-            spec.oldest_needed(position) >= written - spec.ring_rows
-            for spec in self._compressors
-        )
         oldest = max(0, position - self._window + 1)
-        return states and self.cells.holds(seq_id, oldest, position)
+        return self._states_held(
+            position, self._histories[seq_id].written
+        ) and self.cells.holds(seq_id, oldest, position)
+
+    def rows_held(
+        self, seq_id: int, position: int, written: int, ring_written: int | None
+    ) -> bool:
+        """Whether the rows that a sequence of `position` tokens needs are still in their places.
+
+        Unlike `can_stand` it may be asked forward, of tokens that were rejected before: their rows
+        stay until others take them. written: one past the highest position that had a row.
+        ring_written: the same for the state rings; None where a copy serves these.
+        """
+        length = self.length(seq_id)
+        if position == 0:
+            return True
+        if ring_written is not None and not self._states_held(position, ring_written):
+            return False
+        oldest, size = max(0, position - self._window + 1), self.cells.layout.rows_per_stream
+        if position > length and oldest < written - size:
+            return False
+        end = min(position, length)
+        return oldest >= end or self.cells.holds(seq_id, oldest, end)
+
+    def move_to(self, seq_id: int, base: int, tokens: Sequence[int], written: int) -> None:
+        """End a sequence after `tokens`, which follow its first `base` ones. Copies nothing.
+
+        `rows_held` was asked. The tokens may be some that were rejected before.
+        """
+        length, position = self.length(seq_id), base + len(tokens)
+        history = self._histories[seq_id]
+        if position < length:
+            self.cells.truncate(seq_id, position)
+            del history.tokens[position:]
+        elif position > length:
+            self.cells.place(seq_id, np.arange(length, position))
+            history.tokens += tokens[length - base :]
+        history.written = written if position else 0
 
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """Every position the sequence can stand at, as ascending ranges."""
@@ -129,11 +176,14 @@ class SequenceTable:
 
     def cut(self, seq_id: int, position: int) -> None:
         """Take back all tokens from `position` on; `check_cut` was passed. Copies nothing."""
+        if position == self.length(seq_id):
+            return
         if position == 0:
             self.clear(seq_id)
             return
         self.cells.truncate(seq_id, position)
         del self._histories[seq_id].tokens[position:]
+        self._edited(seq_id, "cut")
 
     def live_rows(self, source: int, target: int) -> list[RowMove]:
         """The rows to copy so that stream `target` holds what `source` holds."""
@@ -152,6 +202,7 @@ class SequenceTable:
         self.cells.copy(source, target)
         history = self._histories[source]
         self._histories[target] = _History(list(history.tokens), history.written)
+        self._edited(target, "copied over")
 
     def stored(self, seq_id: int) -> StoredRows:
         """Where the rows of a sequence lie, by position, for a save."""
@@ -201,6 +252,17 @@ class SequenceTable:
             if first:  # older rows are not here: as if later ones had replaced them
                 written = max(written, first + spec.ring_rows)
         self._histories[seq_id] = _History([int(token) for token in tokens], written)
+        self._edited(seq_id, "restored")
+
+    def _states_held(self, position: int, written: int) -> bool:
+        """Whether rings written up to `written` have the rows of the windows open at `position`."""
+        return all(
+            spec.oldest_needed(position) >= written - spec.ring_rows
+            for spec in self._compressors
+        )
+
+    def _edited(self, seq_id: int, how: str) -> None:
+        self._edits[seq_id] = (self._edits[seq_id][0] + 1, how)
 
     def _rows_at(
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
