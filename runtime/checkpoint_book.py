@@ -1,7 +1,7 @@
-"""What a checkpoint remembers of each sequence: where it stood, what came since, and why it is void.
+"""What a checkpoint remembers of each sequence: where it stood, what came since, why it is void.
 
-Bookkeeping only: knows ring rows by number and no memory. Positions may have gaps, so that it can be
-judged against recorded planner scenarios; an engine's are consecutive.
+Bookkeeping only: knows ring rows by number and no memory. Positions may have gaps, so that it can
+be judged against recorded planner scenarios; an engine's are consecutive.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Book:
         return None if record.void else range(first, record.standing)
 
     def check(self, seq: int, count: int) -> Record:
-        """The record of a sequence that may keep `count` of its tokens; RewindError says why not."""
+        """The record of a sequence that may keep `count` tokens; RewindError says why not."""
         if not self.is_saved:
             raise RewindError("no checkpoint is saved; call save() before the tokens to judge")
         record = self._records.get(seq)

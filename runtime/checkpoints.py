@@ -1,16 +1,17 @@
 """Checkpoints of an engine: save, decode, keep some of the tokens.
 
 One lifecycle for every mode: `prepare` allocates, `save` marks where each sequence stands, every
-decode after it is noted, `accept` keeps the first tokens since the save, `discard` forgets the save,
-`release` frees the memory. What a mode copies is in `checkpoint_rows.py`, what it remembers in
-`checkpoint_book.py`. An edit of a sequence (clear, remove, copy onto, restore) voids its checkpoint.
+decode after it is noted, `accept` keeps the first tokens since the save, `discard` forgets the
+save, `release` frees the memory. What a mode copies is in `checkpoint_rows.py`, what it remembers
+in `checkpoint_book.py`. An edit of a sequence (clear, remove, copy onto, restore) voids its
+checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.errors import (
@@ -67,7 +68,8 @@ class Checkpoints:
             Mode.HOST: raw_room,
         }
         self._edits: dict[int, int] = {}
-        self._reset()
+        self._copies = self._allocate(Mode.RING, rewind)
+        self._book = Book(Mode.RING, rewind, self._ring_rows)
 
     @property
     def mode(self) -> Mode:
@@ -152,10 +154,10 @@ class Checkpoints:
             else:
                 target, written = record.base, record.base_written
                 self._check_stand(seq_id, record, target)
-            with interrupts_held():
+            tokens = record.tokens[: target - record.base]
+            with nullcontext() if self.mode is Mode.RING else interrupts_held():
                 if self.mode is not Mode.RING:
-                    self._restore(seq_id, target - record.base)
-                tokens = record.tokens[: target - record.base]
+                    self._restore(seq_id, len(tokens))
                 self._table.move_to(seq_id, record.base, tokens, written)
                 record.standing = len(tokens)
             return Rewound(target if target < record.base + count else None)
@@ -168,7 +170,8 @@ class Checkpoints:
     def release(self) -> None:
         """Free the memory, and with it any save. The mode is `ring` again."""
         with self._in_use():
-            self._reset()
+            self._copies = self._allocate(Mode.RING, self._limits[Mode.RING])
+            self._book = Book(Mode.RING, self._limits[Mode.RING], self._ring_rows)
 
     def note(self, ubatch: UBatch) -> None:
         """Take a step that has run. A recording that fails voids the checkpoint of its sequence."""
@@ -221,10 +224,6 @@ class Checkpoints:
         return StateCopies(
             mode, max_tokens, self._ring_rows, self._contract, self._binder, self._caches
         )
-
-    def _reset(self) -> None:
-        self._copies = self._allocate(Mode.RING, self._limits[Mode.RING])
-        self._book = Book(Mode.RING, self._limits[Mode.RING], self._ring_rows)
 
     def _log(self) -> None:
         sizes = ", ".join(
