@@ -90,6 +90,16 @@ class Book:
         if record is not None and not record.void:
             record.void = reason
 
+    def is_void(self, seq: int) -> bool:
+        """Whether the checkpoint of a sequence is void."""
+        record = self._records.get(seq)
+        return record is not None and bool(record.void)
+
+    def standing(self, seq: int) -> int:
+        """Tokens since the save that a sequence holds."""
+        record = self._records.get(seq)
+        return 0 if record is None else record.standing
+
     def note(self, seq: int, positions: Iterable[int], tokens: Iterable[int]) -> range | None:
         """Take tokens that a sequence was given in one step.
 

@@ -8,7 +8,7 @@ host copy. Nothing moves before everything was checked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,26 @@ from numpy.typing import NDArray
 from cachegraph.models.contract import CacheKind, CacheSpec, Contract
 from cachegraph.models.errors import CapacityError, ContractError
 from cachegraph.models.planner_specs import CompressorSpec
-from cachegraph.runtime.binding import Binder, Buffer
+from cachegraph.runtime.binding import Buffer
 from cachegraph.runtime.checkpoint_book import Mode
 
 Rows = NDArray[Any]
+
+
+class RowMover(Protocol):
+    """The part of a binder that checkpoints use."""
+
+    def cache(self, initial: Rows) -> Buffer:
+        """A buffer on the device."""
+
+    def read_rows(self, buffer: Buffer, rows: Rows) -> Rows:
+        """A copy of rows in host memory."""
+
+    def write_rows(self, buffer: Buffer, rows: Rows, values: Rows) -> None:
+        """Overwrite rows from host memory."""
+
+    def move_rows(self, source: Buffer, rows: Rows, target: Buffer, places: Rows) -> None:
+        """Copy rows of one buffer over rows of another on the device."""
 
 
 def state_kinds(compressors: Iterable[CompressorSpec]) -> dict[CacheKind, int]:
@@ -36,7 +52,7 @@ class StateCopies:
         max_tokens: int,
         kinds: Iterable[CacheKind],
         contract: Contract,
-        binder: Binder,
+        binder: RowMover,
         caches: Mapping[str, Buffer],
     ) -> None:
         """CapacityError, with nothing kept, where memory cannot be had."""
