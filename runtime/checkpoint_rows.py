@@ -158,20 +158,31 @@ class StateCopies:
         )
 
     def _allocate(self, spec: CacheSpec) -> None:
-        shape = (spec.layout.live_rows, spec.width)
-        try:
-            if self._mode is Mode.HOST:
-                self._host[spec.name] = np.zeros(shape, spec.dtype.numpy)
-            else:
-                self._base[spec.name] = self._binder.cache(np.zeros(shape, spec.dtype.numpy))
-            if self._mode is Mode.DELTA:
-                self._delta[spec.name] = self._delta_rows(spec, self._max_tokens)
-        except MemoryError as error:
-            raise CapacityError(
-                f"no memory for a {self._mode.value} checkpoint of the {spec.kind.value} rows of "
-                f"layer {spec.layer}; nothing was kept; use mode ring"
-            ) from error
+        rows = spec.layout.live_rows
+        if self._mode is Mode.HOST:
+            self._host[spec.name] = self._zeros(spec, rows)
+        else:
+            self._base[spec.name] = self._buffer(spec, rows)
+        if self._mode is Mode.DELTA:
+            self._delta[spec.name] = self._delta_rows(spec, self._max_tokens)
 
     def _delta_rows(self, spec: CacheSpec, max_tokens: int) -> Buffer:
-        shape = (spec.layout.streams * max_tokens, spec.width)
-        return self._binder.cache(np.zeros(shape, spec.dtype.numpy))
+        return self._buffer(spec, spec.layout.streams * max_tokens)
+
+    def _buffer(self, spec: CacheSpec, rows: int) -> Buffer:
+        try:
+            return self._binder.cache(self._zeros(spec, rows))
+        except MemoryError as error:
+            raise self._no_memory(spec) from error
+
+    def _zeros(self, spec: CacheSpec, rows: int) -> Rows:
+        try:
+            return np.zeros((rows, spec.width), spec.dtype.numpy)
+        except MemoryError as error:
+            raise self._no_memory(spec) from error
+
+    def _no_memory(self, spec: CacheSpec) -> CapacityError:
+        return CapacityError(
+            f"no memory for a {self._mode.value} checkpoint of the {spec.kind.value} rows of "
+            f"layer {spec.layer}; nothing has changed; use mode ring"
+        )

@@ -170,8 +170,12 @@ class Checkpoints:
     def release(self) -> None:
         """Free the memory, and with it any save. The mode is `ring` again."""
         with self._in_use():
-            self._copies = self._allocate(Mode.RING, self._limits[Mode.RING])
-            self._book = Book(Mode.RING, self._limits[Mode.RING], self._ring_rows)
+            self.close()
+
+    def close(self) -> None:
+        """Free the memory without asking who else is at work: for the engine's own `close`."""
+        self._copies = self._allocate(Mode.RING, self._limits[Mode.RING])
+        self._book = Book(Mode.RING, self._limits[Mode.RING], self._ring_rows)
 
     def note(self, ubatch: UBatch) -> None:
         """Take a step that has run. A recording that fails voids the checkpoint of its sequence."""

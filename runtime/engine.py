@@ -376,9 +376,8 @@ class Engine:
 
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
-        if not self._is_closed:
-            self.checkpoints.release()
         self._is_closed = True
+        self.checkpoints.close()
         self._calls.clear()
         self._caches.clear()
         self._session = None

@@ -10,11 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.bundles import live_rows
+from support.bundles import live_rows, open_engine
 from support.engines import Engines, cold, feed, same_bits, snapshot
 
 from cachegraph.models.capacity import Capacity
-from cachegraph.models.errors import ConfigError, DeviceError, RewindError, UsageError
+from cachegraph.models.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceError,
+    RewindError,
+    UsageError,
+)
 from cachegraph.runtime.checkpoint_book import Mode
 from cachegraph.runtime.engine import Engine
 
@@ -404,6 +410,38 @@ def test_discard_forgets_and_release_frees(engine: Engine) -> None:
     assert (points.mode, points.is_saved) == (Mode.HOST, False)
     points.release()
     assert points.num_bytes == {}
+
+
+@pytest.mark.parametrize("mode", [Mode.DELTA, Mode.SHADOW])
+def test_memory_that_cannot_be_had_changes_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    engine.checkpoints.prepare("delta", 2)
+    engine.checkpoints.save()
+    give(engine, {0: 1})
+    if mode is Mode.SHADOW:
+        engine.checkpoints.discard()
+
+    def full(initial: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(engine._binder, "cache", full)
+    with pytest.raises(
+        CapacityError, match=f"no memory for a {mode} .* csa_state rows of layer 1"
+    ):
+        engine.checkpoints.prepare(mode, 6)
+    assert (engine.checkpoints.mode, engine.checkpoints.max_tokens) == (Mode.DELTA, 2)
+    if mode is Mode.DELTA:
+        assert engine.checkpoints.accept(0, 0).is_direct
+
+
+def test_closing_frees_the_copies(engines: Engines) -> None:
+    bundle = engines.get(capacity=CAPACITY).folder
+    with open_engine(bundle) as made:
+        made.checkpoints.prepare("host")
+    assert made.checkpoints.num_bytes == {}
+    with pytest.raises(UsageError, match="closed"):
+        made.checkpoints.save()
 
 
 def test_save_copies_state_rings_and_nothing_else(
