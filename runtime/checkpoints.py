@@ -203,7 +203,7 @@ class Checkpoints:
         self, seq_id: int, record: Record, target: int, ring_written: int | None = None
     ) -> None:
         """RewindError unless the raw rows, and in mode ring the state rows, are still there."""
-        if self._table.rows_held(seq_id, target, record.written, ring_written):
+        if self._table.rows_held(seq_id, target, ring_written):
             return
         remedy = (
             "accept more of them" if self.mode in (Mode.RING, Mode.DELTA) else "save oftener"

@@ -118,24 +118,18 @@ class SequenceTable:
             position, self._histories[seq_id].written
         ) and self.cells.holds(seq_id, oldest, position)
 
-    def rows_held(
-        self, seq_id: int, position: int, written: int, ring_written: int | None
-    ) -> bool:
+    def rows_held(self, seq_id: int, position: int, ring_written: int | None) -> bool:
         """Whether the rows that a sequence of `position` tokens needs are still in their places.
 
-        Unlike `can_stand` it may be asked forward, of tokens that were rejected before: their rows
-        stay until others take them. written: one past the highest position that had a row.
-        ring_written: the same for the state rings; None where a copy serves these.
+        Unlike `can_stand` it may be asked forward, of tokens that were rejected by the last move:
+        their rows stay until others take them. ring_written: one past the highest position that
+        had a state row; None where a copy serves these.
         """
-        length = self.length(seq_id)
         if position == 0:
             return True
         if ring_written is not None and not self._states_held(position, ring_written):
             return False
-        oldest, size = max(0, position - self._window + 1), self.cells.layout.rows_per_stream
-        if position > length and oldest < written - size:
-            return False
-        end = min(position, length)
+        oldest, end = max(0, position - self._window + 1), min(position, self.length(seq_id))
         return oldest >= end or self.cells.holds(seq_id, oldest, end)
 
     def move_to(self, seq_id: int, base: int, tokens: Sequence[int], written: int) -> None:
