@@ -144,16 +144,8 @@ class Checkpoints:
             record = self._checked(seq_id, count)
             if count == record.standing:
                 return Rewound()
-            if self.mode is Mode.RING:
-                target, written = record.base + count, record.written
-                self._check_stand(seq_id, record, target, written)
-            elif self.mode is Mode.DELTA:
-                target = record.base + count
-                written = max(record.base_written, target)
-                self._check_stand(seq_id, record, target)
-            else:
-                target, written = record.base, record.base_written
-                self._check_stand(seq_id, record, target)
+            target, written = self._goal(record, count)
+            self._check_stand(seq_id, record, target)
             tokens = record.tokens[: target - record.base]
             with nullcontext() if self.mode is Mode.RING else interrupts_held():
                 if self.mode is not Mode.RING:
@@ -199,10 +191,18 @@ class Checkpoints:
                 self._book.void(seq_id, f"the sequence was {last} since the save")
         return self._book.check(seq_id, count)
 
-    def _check_stand(
-        self, seq_id: int, record: Record, target: int, ring_written: int | None = None
-    ) -> None:
+    def _goal(self, record: Record, count: int) -> tuple[int, int]:
+        """Where the sequence stands afterwards, and up to which position its rings are written."""
+        target = record.base + count
+        if self.mode is Mode.RING:
+            return target, record.written
+        if self.mode is Mode.DELTA:
+            return target, max(record.base_written, target)
+        return record.base, record.base_written
+
+    def _check_stand(self, seq_id: int, record: Record, target: int) -> None:
         """RewindError unless the raw rows, and in mode ring the state rows, are still there."""
+        ring_written = record.written if self.mode is Mode.RING else None
         if self._table.rows_held(seq_id, target, ring_written):
             return
         remedy = (
