@@ -127,6 +127,26 @@ def test_every_mode_stands_where_serial_decoding_stands(
     check_goes_on(engine, PHASES, wanted)
 
 
+@pytest.mark.parametrize("name", ["hca_only", "csa_only", "window_only"])
+def test_models_that_lack_a_kind_rewind_too(engines: Engines, name: str) -> None:
+    made = engines.get(name)
+    for base in (7, 16):
+        cold(made, 3, [base + 2], source=TEXT)
+        wanted = feed(made, {3: 3}, texts={3: TEXT})[3]
+        for mode in MODES:
+            made.checkpoints.release()
+            made.checkpoints.prepare(mode)
+            made.clear()
+            give(made, {1: base})
+            made.checkpoints.save()
+            give(made, {1: 2})
+            give(made, {1: 3}, JUNK)
+            accept(made, 1, 2)
+            rows = feed(made, {1: 3}, texts={1: TEXT})[1]
+            assert np.abs(rows - wanted).max() <= 1e-5, (mode, base)
+    made.checkpoints.release()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_accept_again_starts_from_the_save(
     engine: Engine, wanted: Answers, mode: Mode
