@@ -45,17 +45,23 @@ class Record:
     """One sequence since the save.
 
     base: tokens held at the save. base_written: one past the highest position whose state row was
-    written by then; written: the same now, which rejecting tokens does not lower. positions,
-    tokens: of every token since, rejected ones last; the first `standing` of them are held.
+    written by then. reached: one past the highest position since, which rejecting tokens does not
+    lower. positions, tokens: of every token since, rejected ones last; the first `standing` of
+    them are held.
     """
 
     base: int
     base_written: int
-    written: int
+    reached: int
     positions: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     standing: int = 0
     void: str = ""
+
+    @property
+    def written(self) -> int:
+        """One past the highest position whose state row was ever written."""
+        return max(self.base_written, self.reached)
 
 
 class Book:
@@ -77,7 +83,7 @@ class Book:
     def save(self, stands: Mapping[int, tuple[int, int]]) -> None:
         """Begin records. stands: (tokens held, state rows written) by sequence."""
         self._records = {
-            seq: Record(base, written, written) for seq, (base, written) in stands.items()
+            seq: Record(base, written, base) for seq, (base, written) in stands.items()
         }
 
     def discard(self) -> None:
@@ -114,7 +120,7 @@ class Book:
         record.positions += added
         record.tokens += tokens
         record.standing = len(record.positions)
-        record.written = max(record.written, *(position + 1 for position in added))
+        record.reached = max(record.reached, *(position + 1 for position in added))
         if self.mode is not Mode.DELTA:
             return None
         record.void = self._unrecordable(record, added)

@@ -203,13 +203,13 @@ class Checkpoints:
     def _check_stand(self, seq_id: int, record: Record, target: int) -> None:
         """RewindError unless the raw rows, and in mode ring the state rows, are still there."""
         ring_written = record.written if self.mode is Mode.RING else None
-        if self._table.rows_held(seq_id, target, ring_written):
+        if self._table.rows_held(target, record.reached, ring_written):
             return
         remedy = (
             "accept more of them" if self.mode in (Mode.RING, Mode.DELTA) else "save oftener"
         )
         raise RewindError(
-            f"sequence {seq_id} cannot stand at {target}: {record.written - target} positions from "
+            f"sequence {seq_id} cannot stand at {target}: {record.reached - target} positions from "
             f"there on were written, which took rows that it still needs; {remedy}, or export "
             "with a larger --rewind"
         )

@@ -118,19 +118,20 @@ class SequenceTable:
             position, self._histories[seq_id].written
         ) and self.cells.holds(seq_id, oldest, position)
 
-    def rows_held(self, seq_id: int, position: int, ring_written: int | None) -> bool:
-        """Whether the rows that a sequence of `position` tokens needs are still in their places.
+    def rows_held(self, position: int, reached: int, ring_written: int | None) -> bool:
+        """Whether a sequence that once stood at or before `position` still has the rows it needs.
 
         Unlike `can_stand` it may be asked forward, of tokens that were rejected by the last move:
-        their rows stay until others take them. ring_written: one past the highest position that
-        had a state row; None where a copy serves these.
+        their rows stay until others take them. reached: one past the highest position that got a
+        row since it stood there. ring_written: one past the highest that ever got a state row;
+        None where a copy serves these.
         """
         if position == 0:
             return True
         if ring_written is not None and not self._states_held(position, ring_written):
             return False
-        oldest, end = max(0, position - self._window + 1), min(position, self.length(seq_id))
-        return oldest >= end or self.cells.holds(seq_id, oldest, end)
+        oldest = max(0, position - self._window + 1)
+        return oldest >= reached - self.cells.layout.rows_per_stream
 
     def move_to(self, seq_id: int, base: int, tokens: Sequence[int], written: int) -> None:
         """End a sequence after `tokens`, which follow its first `base` ones. Copies nothing.

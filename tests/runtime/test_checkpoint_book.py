@@ -168,7 +168,7 @@ def test_moving_back_and_forth_is_the_same_as_never_having_moved() -> None:
     made = table(30)
     view = made.cells.after(made.cells.reserve(_empty()))
     for length in (26, 29, 25, 30):
-        assert made.rows_held(1, length, 30)
+        assert made.rows_held(length, 30, 30)
         made.move_to(1, 25, list(range(25, length)), 30)
         assert made.tokens(1) == tuple(range(length))
         assert made.length(1) == length
@@ -194,13 +194,13 @@ def test_rows_are_held_back_to_what_rings_and_window_kept() -> None:
     made = table(60)
     window, rows = made.cells.window, made.cells.layout.rows_per_stream
     oldest = 60 - rows + window - 1
-    assert made.rows_held(1, oldest, None)
-    assert not made.rows_held(1, oldest - 1, None)
-    rings = [p for p in range(40, 61) if made.rows_held(1, p, 60)]
+    assert made.rows_held(oldest, 60, None)
+    assert not made.rows_held(oldest - 1, 60, None)
+    rings = [p for p in range(40, 61) if made.rows_held(p, 60, 60)]
     assert rings == [p for p in range(40, 61) if made.can_stand(1, p)]
     made.move_to(1, oldest, [], 60)
-    assert made.rows_held(1, oldest + 3, None)
-    assert not made.rows_held(1, oldest - 1, None)
+    assert made.rows_held(oldest + 3, 60, None)
+    assert not made.rows_held(oldest - 1, 60, None)
     made.move_to(1, 0, [], 60)
     assert made.written(1) == 0
 
