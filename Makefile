@@ -1,6 +1,6 @@
 # make demo       install, export the shipped model, stream text from it
 # make test       install the test tools and run every test
-# make test-fast  rungs r0 to r2: no torch, no network, no GPU
+# make test-fast  rungs r0 to r2: torch is not imported
 # make fuzz N=2000  random programs of sequence edits against cold runs; log in docs/fuzz/
 # make check      format, lint, types, import direction, size budget
 PYTHON ?= python3

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 
 import onnx
 import onnx_ir as ir
@@ -114,10 +115,13 @@ def _export(
     with_weights: bool,
 ) -> Path:
     report = progress or (lambda stage, done, total: None)
+    if out.is_symlink():
+        raise ConfigError(f"{out} is a link; name the folder it points to")
+    out = out.resolve()
     _check_target(out, overwrite)
     buckets = _static_buckets(source, static)
     read = source.open_read() if with_weights else None
-    with _staging(out) as folder:
+    with _staging(out, overwrite) as folder:
         report("graph", 0, 1)
         template = build_template(source.emit, source.contract, name=source.family)
         layout = plan_layout(template.weights)
@@ -135,6 +139,7 @@ def _export(
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
+    """ConfigError unless `out` is free, an empty folder, or a bundle that may be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / MANIFEST_NAME).is_file():
@@ -144,16 +149,27 @@ def _check_target(out: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that takes its place when the block succeeds."""
-    folder = out.parent / f".{out.name}.partial"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def _staging(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder beside `out` that takes its place when the block succeeds.
+
+    What stood there is moved aside first and removed last, so that no moment has neither.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(mkdtemp(prefix=f".{out.name}.partial.", dir=out.parent))
+    folder.chmod(0o755)  # mkdtemp makes it private
     try:
         yield folder
+        _check_target(out, overwrite)  # it may have been filled meanwhile
+        aside = folder.with_name(f"{folder.name}.old")
         if out.exists():
-            shutil.rmtree(out)
-        folder.rename(out)
+            out.rename(aside)
+        try:
+            folder.rename(out)
+        except BaseException:
+            if aside.exists():
+                aside.rename(out)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

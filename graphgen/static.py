@@ -10,7 +10,7 @@ import onnx
 
 from cachegraph.graphgen.freeze import freeze
 from cachegraph.models.buckets import Bucket, BucketLadder
-from cachegraph.models.errors import ConfigError
+from cachegraph.models.errors import ConfigError, ContractError
 from cachegraph.models.manifest import GraphFile, read_manifest, write_manifest
 from cachegraph.models.planner_specs import PlannerSpecs, dims
 
@@ -55,12 +55,25 @@ def write_static(
     return GraphFile(file=name, bucket=bucket, dims=sizes)
 
 
+def _load_template(path: Path) -> onnx.ModelProto:
+    """The template without its weights; ContractError where the file is damaged."""
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except OSError:
+        raise
+    except Exception as error:  # protobuf's own classes, which differ by its version
+        raise ContractError(f"{path} is damaged ({error}); export the bundle again") from error
+    if not proto.graph.node:
+        raise ContractError(f"{path} holds no graph; export the bundle again")
+    return proto
+
+
 def freeze_bundle(folder: str | Path, sizes: Sequence[StaticSize]) -> list[GraphFile]:
     """Add static graphs to a bundle, on the same weights file; a graph already there is kept."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     buckets = [static_bucket(size, manifest.ladder, manifest.planners) for size in sizes]
-    proto = onnx.load(folder / manifest.template, load_external_data=False)
+    proto = _load_template(folder / manifest.template)
     known = {graph.bucket: graph for graph in manifest.graphs}
     for bucket in buckets:
         if bucket not in known:

@@ -6,6 +6,14 @@ from dataclasses import dataclass, fields
 
 from cachegraph.models.errors import ConfigError
 
+# Far above what a machine holds, and low enough that sizes are computed in no time.
+_BOUNDS = {
+    "context": (1, 2**28),
+    "sequences": (1, 2**12),
+    "max_step": (1, 2**14),
+    "rewind": (0, 2**12),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capacity:
@@ -24,6 +32,6 @@ class Capacity:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            least = 0 if field.name == "rewind" else 1
-            if value < least:
-                raise ConfigError(f"{field.name} is {value}; it must be {least} or more")
+            least, most = _BOUNDS[field.name]
+            if not least <= value <= most:
+                raise ConfigError(f"{field.name} is {value}; it must be {least} to {most}")

@@ -55,6 +55,9 @@ class Binder(Protocol):
     def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
         """Copy rows of a cache to other rows of it."""
 
+    def move_rows(self, source: Buffer, rows: Array, target: Buffer, places: Array) -> None:
+        """Copy rows of one buffer over rows of another on the device."""
+
     def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
         """Zero rows [start, end) of a cache."""
 
@@ -92,6 +95,10 @@ class CpuBinder:
     def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
         """A copy inside the shared memory."""
         buffer.array[target] = buffer.array[source]
+
+    def move_rows(self, source: Buffer, rows: Array, target: Buffer, places: Array) -> None:
+        """A copy between shared buffers."""
+        target.array[places] = source.array[rows]
 
     def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
         """Zeros in the shared memory."""
@@ -149,6 +156,10 @@ class CudaBinder:
     def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
         """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
         raise DeviceError("copying rows on a GPU is not supported yet; use device cpu")
+
+    def move_rows(self, source: Buffer, rows: Array, target: Buffer, places: Array) -> None:
+        """DeviceError: ONNX Runtime's Python API moves whole tensors only."""
+        raise DeviceError("a device-side copy of rows is not supported on a GPU yet; use ring")
 
     def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
         """DeviceError: ONNX Runtime's Python API moves whole tensors only."""

@@ -6,7 +6,7 @@ and needs no undo. Knows nothing of compressed rows, which are addressed by posi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,15 +103,31 @@ class CellTable:
 
     def truncate(self, sequence: int, position: int) -> None:
         """Give back the cells of a sequence from `position` on."""
-        gone = self._members[sequence] & (self._positions >= position)
-        self._members[sequence, gone] = False
-        self._positions[~self._members.any(axis=0)] = EMPTY
+        for rows in self._spans(sequence, position, self.next_position(sequence)):
+            self._members[sequence, rows] = False
+            self._positions[rows] = EMPTY
         self._ends[sequence] = position
 
     def holds(self, sequence: int, first: int, end: int) -> bool:
         """Whether every position from `first` to `end` - 1 has a cell of the sequence."""
-        held = self._positions[self._members[sequence]]
-        return int(((held >= first) & (held < end)).sum()) == end - first
+        if end - first > self.layout.rows_per_stream:
+            return False
+        return all(
+            bool(self._members[sequence, rows].all())
+            and first <= int(self._positions[rows].min())
+            and int(self._positions[rows].max()) < end
+            for rows in self._spans(sequence, first, end)
+            if rows.start < rows.stop
+        )
+
+    def _spans(self, sequence: int, first: int, end: int) -> Iterator[slice]:
+        """The rows of positions `first` to `end` - 1, of the newest of them if there are more."""
+        size, base = self.layout.rows_per_stream, self.layout.base(sequence)
+        count = min(end - first, size)
+        start = (end - count) % size
+        yield slice(base + start, base + min(start + count, size))
+        if start + count > size:
+            yield slice(base, base + start + count - size)
 
     def first_held(self, sequence: int) -> int:
         """The first position from which on all are held; the next one where none is."""

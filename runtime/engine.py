@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.errors import (
+    BatchError,
     CachegraphError,
     CapacityError,
     ConfigError,
@@ -38,6 +39,7 @@ from cachegraph.runtime.binding import (
     bind_call,
 )
 from cachegraph.runtime.bundle import open_bundle, verify
+from cachegraph.runtime.checkpoints import Checkpoints
 from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.generate import Event, GenerateOptions, generate
 from cachegraph.runtime.interrupts import interrupts_held
@@ -94,6 +96,14 @@ class Engine:
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_verified = False
+        self.checkpoints = Checkpoints(
+            self._contract,
+            manifest.planners,
+            binder,
+            self._store.caches,
+            self._store.table,
+            self._in_use,
+        )
 
     @classmethod
     def load(
@@ -167,13 +177,7 @@ class Engine:
         failed: earlier calls stand, the sequences in that call are dropped, and the error says so.
         """
         with self._in_use():
-            check_batch(
-                batch,
-                vocab_size=self.manifest.vocab_size,
-                context=self.manifest.capacity.context,
-                sequences=self.num_sequences,
-                next_positions=self._store.table.cells.next_positions(),
-            )
+            self._check(batch, self._store.table.cells.next_positions())
             batch = decoupled(batch, self._store.table.tokens)
             ubatches = split_batch(batch, self.manifest.ladder)
             self._store.table.cells.check_room(ubatches)
@@ -225,16 +229,22 @@ class Engine:
         """Make a sequence hold exactly `tokens`, reusing what it holds already.
 
         The longest common prefix is kept, back to the nearest position where the sequence can
-        stand; at least one token is always decoded, for its logits. Where the whole batch is
-        refused, the sequence may have been cut, and says so by `length`.
+        stand; at least one token is always decoded, for its logits. BatchError or CapacityError
+        before anything has changed.
         """
         ids = [int(token) for token in tokens]
         self._check_open()
         self._store.check_id(seq_id)
+        if not ids:
+            raise BatchError("prefill needs at least one token; use clear to empty a sequence")
         reused = self._store.table.reusable(seq_id, ids)
+        rest = ids[reused:]
+        positions = np.arange(reused, len(ids))
+        wanted = positions == len(ids) - 1
+        batch = Batch.of(rest, positions, [seq_id] * len(rest), logits=wanted)
+        self._check(batch, {seq_id: reused})
         self.remove(seq_id, reused)
-        logits = self.append(ids[reused:], seq_id, progress)
-        return Prefill(logits, reused, len(ids) - reused)
+        return Prefill(self.decode(batch, progress)[0], reused, len(rest))
 
     def generate(
         self,
@@ -352,6 +362,7 @@ class Engine:
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
+        self.checkpoints.close()
         self._calls.clear()
         self._store.caches.clear()
         self._session = None
@@ -366,6 +377,16 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
+        """`check_batch` with the sizes of this bundle."""
+        check_batch(
+            batch,
+            vocab_size=self.manifest.vocab_size,
+            context=self.manifest.capacity.context,
+            sequences=self.num_sequences,
+            next_positions=next_positions,
+        )
 
     def _run_all(
         self,
@@ -400,6 +421,7 @@ class Engine:
         except Exception as error:
             raise self._dropped(ubatch, done, error) from error
         self._store.table.commit(plan.reservation, ubatch)
+        self.checkpoints.note(ubatch)
         if not plan.wanted_rows.size:  # nothing to bring back from the device
             return plan, np.empty((0, self.manifest.vocab_size), np.float32)
         return plan, self._binder.pull(call.results[LOGITS])
@@ -413,7 +435,7 @@ class Engine:
         return StepError(
             f"a graph call failed after {done} tokens of the batch were in; sequences "
             f"{list(ubatch.streams)} were dropped, tokens held by the others: {lengths}; "
-            f"ONNX Runtime says: {str(error).splitlines()[0]}"
+            f"ONNX Runtime says: {(str(error).splitlines() or [repr(error)])[0]}"
         )
 
     def _bound(self, bucket: Bucket, done: int) -> BoundCall:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal, Protocol
 
 import numpy as np
@@ -39,8 +40,10 @@ class GenerateOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be 1 or more")
+        if not isinstance(self.max_tokens, Integral) or self.max_tokens < 1:
+            raise ConfigError(
+                f"max_tokens is {self.max_tokens!r}; it must be a whole number of 1 or more"
+            )
         if any(not text for text in self.stop):
             raise ConfigError("a stop string is empty; it would end every text at once")
 

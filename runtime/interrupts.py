@@ -15,20 +15,20 @@ from types import FrameType
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold back SIGINT inside the block; KeyboardInterrupt is raised at its end."""
-    if threading.current_thread() is not threading.main_thread():
+    """Hold back SIGINT inside the block; the handler that was there gets it at the end.
+
+    An ignored SIGINT stays ignored, and a handler that Python did not install is left alone.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler):
         yield
         return
-    pending = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pending
-        pending = True
-
-    previous = signal.signal(signal.SIGINT, note)
+    held: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if pending:
-        raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, handler)
+    if held:
+        handler(*held[0])

@@ -94,9 +94,14 @@ def open_session(
     _check_version(ort, manifest)
     settings = _settings(ort, manifest, options)
     provider = _PROVIDERS[device]
-    session = ort.InferenceSession(
-        str(folder / manifest.template), sess_options=settings, providers=[provider]
-    )
+    path = folder / manifest.template
+    try:
+        session = ort.InferenceSession(str(path), sess_options=settings, providers=[provider])
+    except Exception as error:  # ONNX Runtime raises its own classes, without a common base
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise ContractError(
+            f"ONNX Runtime cannot open {path}: {reason}; export the bundle again"
+        ) from error
     if session.get_providers()[0] != provider:
         raise DeviceError(
             f"device {device}: the session runs on {session.get_providers()[0]}, not {provider}; "

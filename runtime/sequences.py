@@ -26,10 +26,12 @@ class _History:
 
     tokens: ids by position. state_first: of each compressor, the first position from which on its
     ring holds the state rows; taking tokens back does not bring overwritten rows back.
+    written: one past the highest position whose state row was written since it was empty.
     """
 
     tokens: list[int] = field(default_factory=list)
     state_first: dict[CacheKind, int] = field(default_factory=dict)
+    written: int = 0
 
 
 class RowMove(NamedTuple):
@@ -62,6 +64,20 @@ class SequenceTable:
         self._window = specs.raw.window
         self.cells = CellTable(contract.layout(CacheKind.RAW), specs.raw.window)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
+        self._edits = [(0, "")] * self.cells.layout.streams
+
+    @property
+    def ids(self) -> range:
+        """Every sequence id."""
+        return range(self.cells.layout.streams)
+
+    def edits(self, seq_id: int) -> tuple[int, str]:
+        """How often a sequence was edited other than by a step, and the last edit in words."""
+        return self._edits[seq_id]
+
+    def written(self, seq_id: int) -> int:
+        """One past the highest position whose state row was written since it was empty."""
+        return self._histories[seq_id].written
 
     def length(self, seq_id: int) -> int:
         """Tokens held: the position expected next."""
@@ -79,6 +95,7 @@ class SequenceTable:
         ):
             history = self._histories[stream]
             history.tokens += tokens.tolist()
+            history.written = max(history.written, len(history.tokens))
             for spec in self._compressors:
                 oldest = max(0, len(history.tokens) - spec.ring_rows)
                 history.state_first[spec.kind] = max(
@@ -89,6 +106,7 @@ class SequenceTable:
         """Forget a sequence."""
         self.cells.clear(seq_id)
         self._histories[seq_id] = _History()
+        self._edited(seq_id, "cleared")
 
     def can_stand(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be cut to `position` tokens and go on as if never longer.
@@ -109,6 +127,40 @@ class SequenceTable:
         )
         oldest = max(0, position - self._window + 1)
         return states and self.cells.holds(seq_id, oldest, position)
+
+    def rows_held(self, position: int, reached: int, ring_written: int | None) -> bool:
+        """Whether a sequence that once stood at or before `position` still has the rows it needs.
+
+        Unlike `can_stand` it may be asked forward, of tokens that were rejected by the last move:
+        their rows stay until others take them. reached: one past the highest position that got a
+        row since it stood there. ring_written: one past the highest that ever got a state row;
+        None where a copy serves these.
+        """
+        if position == 0:
+            return True
+        if ring_written is not None and not self._states_held(position, ring_written):
+            return False
+        oldest = max(0, position - self._window + 1)
+        return oldest >= reached - self.cells.layout.rows_per_stream
+
+    def move_to(self, seq_id: int, base: int, tokens: Sequence[int], written: int) -> None:
+        """End a sequence after `tokens`, which follow its first `base` ones. Copies nothing.
+
+        `rows_held` was asked. The tokens may be some that were rejected before.
+        """
+        length, position = self.length(seq_id), base + len(tokens)
+        history = self._histories[seq_id]
+        if position < length:
+            self.cells.truncate(seq_id, position)
+            del history.tokens[position:]
+        elif position > length:
+            self.cells.place(seq_id, length, position)
+            history.tokens += tokens[length - base :]
+        history.written = written if position else 0
+        history.state_first = {
+            spec.kind: min(position, max(0, history.written - spec.ring_rows))
+            for spec in self._compressors
+        }
 
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """Every position the sequence can stand at, as ascending ranges."""
@@ -150,6 +202,8 @@ class SequenceTable:
 
     def cut(self, seq_id: int, position: int) -> None:
         """Take back all tokens from `position` on; `check_cut` was passed. Copies nothing."""
+        if position == self.length(seq_id):
+            return
         if position == 0:
             self.clear(seq_id)
             return
@@ -157,6 +211,7 @@ class SequenceTable:
         history = self._histories[seq_id]
         del history.tokens[position:]
         history.state_first = {k: min(p, position) for k, p in history.state_first.items()}
+        self._edited(seq_id, "cut")
 
     def live_rows(self, source: int, target: int) -> list[RowMove]:
         """The rows to copy so that stream `target` holds what `source` holds."""
@@ -174,7 +229,10 @@ class SequenceTable:
         self.clear(target)
         self.cells.copy(source, target)
         history = self._histories[source]
-        self._histories[target] = _History(list(history.tokens), dict(history.state_first))
+        self._histories[target] = _History(
+            list(history.tokens), dict(history.state_first), history.written
+        )
+        self._edited(target, "copied over")
 
     def stored(self, seq_id: int) -> StoredRows:
         """Where the rows of a sequence lie, by position, for a save."""
@@ -217,7 +275,25 @@ class SequenceTable:
         """Make a sequence what was saved; its rows are in place."""
         self.clear(seq_id)
         self.cells.place(seq_id, rows.raw_first, rows.length)
-        self._histories[seq_id] = _History([int(t) for t in tokens], dict(rows.state_first))
+        written = rows.length
+        for spec in self._compressors:
+            first = rows.state_first[spec.kind]
+            if first:  # older rows are not here: as if later ones had replaced them
+                written = max(written, first + spec.ring_rows)
+        self._histories[seq_id] = _History(
+            [int(t) for t in tokens], dict(rows.state_first), written
+        )
+        self._edited(seq_id, "restored")
+
+    def _states_held(self, position: int, written: int) -> bool:
+        """Whether rings written up to `written` have the rows of windows open at `position`."""
+        return all(
+            spec.oldest_needed(position) >= min(position, written - spec.ring_rows)
+            for spec in self._compressors
+        )
+
+    def _edited(self, seq_id: int, how: str) -> None:
+        self._edits[seq_id] = (self._edits[seq_id][0] + 1, how)
 
     def _rows_at(
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]

@@ -18,7 +18,8 @@ DeviceOption = Annotated[
     str, typer.Option(help="auto (CUDA where ONNX Runtime offers it), cpu or cuda.")
 ]
 ThreadsOption = Annotated[
-    int, typer.Option(min=0, help="Threads of one step; 0 leaves it to ONNX Runtime.")
+    int,
+    typer.Option(min=0, max=1024, help="Threads of one step; 0 leaves it to ONNX Runtime."),
 ]
 SpinningOption = Annotated[
     bool,

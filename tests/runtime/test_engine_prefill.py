@@ -113,3 +113,13 @@ def test_positions_depend_on_history_so_moving_them_is_refused(engine: Engine) -
         with pytest.raises(UsageError, match="absolute position"):
             move(0, 0, -1, 2)
     assert engine.length(0) == 6
+
+
+@pytest.mark.parametrize("tokens", [[], [*TEXT[:12], 10**6], [*TEXT, *[2] * 10**4]])
+def test_a_refused_prefill_leaves_the_sequence_as_it_was(
+    engine: Engine, tokens: list[int]
+) -> None:
+    engine.prefill(TEXT[:14])
+    with pytest.raises((BatchError, CapacityError)):
+        engine.prefill(tokens)
+    assert engine.tokens(0) == tuple(TEXT[:14])

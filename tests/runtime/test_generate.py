@@ -266,7 +266,7 @@ def test_what_cannot_be_generated_is_refused_before_the_first_token(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0; it must be 1 or more"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of 1 or more"),
         ({"stop": ("a", "")}, "a stop string is empty"),
     ],
 )

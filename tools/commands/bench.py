@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from cachegraph.models.errors import ConfigError
+from cachegraph.models.export_options import WeightType
 from cachegraph.tools.engine_options import DeviceOption
 from cachegraph.tools.output import note
 
@@ -20,6 +22,13 @@ class Suite(StrEnum):
     medium = "medium"
     context = "context"
     caches = "caches"
+
+
+def _weight_type(text: str) -> str:
+    names = [form.value for form in WeightType]
+    if text not in names:
+        raise ConfigError(f"--weights {text!r}; there are {', '.join(names)}")
+    return text
 
 
 def command(
@@ -63,7 +72,7 @@ def command(
         repeats=repeats,
         device=device,
         with_peers=peers,
-        weights=tuple(weights.split(",")),
+        weights=tuple(_weight_type(text) for text in weights.split(",")),
         report=note,
     )
     from cachegraph.tools.bench.tables import machine_lines, replace_section

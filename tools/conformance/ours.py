@@ -37,7 +37,7 @@ from cachegraph.tools.conformance.scenario import Compact, CompressorCase, Scena
 
 PAD = 256
 _LISTS = tuple(name for name in CompressorPlan.__dataclass_fields__ if name != "num_exposed")
-_RAW_LISTS = (
+RAW_LISTS = (
     "write_src_idxs",
     "write_dst_idxs",
     "read_dst_idxs",
@@ -85,7 +85,7 @@ def _raw_lists(scenario: Scenario) -> dict[str, Any]:
     count = scenario.num_tokens
     if count == 0:
         empty = helper_fields(scenario)["comp_sinfo"]
-        return {name: [] for name in _RAW_LISTS} | {
+        return {name: [] for name in RAW_LISTS} | {
             "sinfo_write": empty,
             "sinfo_read": empty,
             "graph_n_stream": 1,
@@ -150,7 +150,9 @@ def cell_view(scenario: Scenario) -> CellView:
     positions = np.array([position for position, _ in scenario.cells], np.int64)
     members = np.zeros((scenario.num_streams, positions.size), np.bool_)
     for slot, (_, ids) in enumerate(scenario.cells):
-        members[[seq for seq in ids if 0 <= seq < scenario.num_streams], slot] = True
+        for seq in ids:
+            if 0 <= seq < scenario.num_streams:
+                members[seq, slot] = True
     if compact is None:
         return CellView(positions=positions, members=members)
     recent = positions >= compact.base
@@ -216,7 +218,7 @@ def _compressor(scenario: Scenario, case: CompressorCase) -> dict[str, Any] | No
         lists |= _dummy(sizes, tokens, plan)
     out = {"refused": False, "plan": lists, "valid": _is_valid(sizes, plan, lists["n_kv"])}
     if scenario.reserve:
-        out |= {"reserve": _reserve(scenario, case), "reserve_valid": case.rows > 0}
+        out |= {"reserve": reserve_plan(scenario, case), "reserve_valid": case.rows > 0}
     return out
 
 
@@ -252,7 +254,7 @@ def _is_valid(sizes: CompressorSizes, plan: CompressorPlan, n_kv: int) -> bool:
     return n_kv <= sizes.rows_per_stream or sizes.rows_per_stream < PAD
 
 
-def _reserve(scenario: Scenario, case: CompressorCase) -> dict[str, Any]:
+def reserve_plan(scenario: Scenario, case: CompressorCase) -> dict[str, Any]:
     """Lengths of the largest plan that a batch of this shape can need, as lists of zeros."""
     count = scenario.num_tokens
     lengths = dict.fromkeys(_LISTS, 0)
@@ -269,6 +271,12 @@ def _reserve(scenario: Scenario, case: CompressorCase) -> dict[str, Any]:
         lengths |= dict.fromkeys(("state_write_idxs", "state_write_pos"), blocks)
     zeros: dict[str, Any] = {name: [0] * length for name, length in lengths.items()}
     return zeros | {"n_stream": len(stream_seq_ids(scenario)), "n_kv": case.rows}
+
+
+def no_plan() -> dict[str, Any]:
+    """The compressor plan of a step that has none."""
+    none: dict[str, Any] = {name: [] for name in _LISTS}
+    return none | {"n_stream": 1, "n_kv": 0}
 
 
 def reserve_blocks(scenario: Scenario, ratio: int) -> int:

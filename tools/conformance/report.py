@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from cachegraph.tools.conformance.checkpoint_rules import checkpoint_rules
+from cachegraph.tools.conformance.checkpoints import Replayer, recorded_steps
 from cachegraph.tools.conformance.ours import answer
-from cachegraph.tools.conformance.rules import rules_for
+from cachegraph.tools.conformance.prepared import (
+    parse_prepared,
+    prepare,
+    prepared_rules,
+    recorded_prepare,
+)
+from cachegraph.tools.conformance.rules import Fields, Rule, rules_for
 from cachegraph.tools.conformance.scenario import Scenario, load_scenarios, parse
 
-LEVEL = "plan"
 MISSING = "nothing"
 _WIDTH = 160  # characters of a value shown
 
@@ -73,10 +80,10 @@ def run_vectors(path: Path | str) -> VectorReport:
     not_run: Counter[str] = Counter()
     for record in load_scenarios(Path(path)):
         level = record.get("level", "pooled")
-        if level != LEVEL:
+        if level not in LEVELS:
             not_run[level] += 1
             continue
-        difference, numbers = judge(parse(record))
+        difference, numbers = judge(record, LEVELS[level](record))
         if difference is not None:
             differences.append(difference)
         elif numbers:
@@ -91,15 +98,25 @@ def run_vectors(path: Path | str) -> VectorReport:
     )
 
 
-def judge(scenario: Scenario) -> tuple[Difference | None, tuple[int, ...]]:
+class Answers(NamedTuple):
+    """A scenario's answers, ours and the recorded ones, and the rules that apply to its input."""
+
+    got: dict[str, Any]
+    wanted: dict[str, Any]
+    rules: list[tuple[Rule, Fields]]
+
+
+def judge(
+    record: Mapping[str, Any], answers: Answers
+) -> tuple[Difference | None, tuple[int, ...]]:
     """The first difference that no rule covers, else the numbers of the rules that were needed."""
-    got, wanted = flatten(answer(scenario)), flatten(recorded(scenario))
+    got, wanted = flatten(answers.got), flatten(answers.wanted)
     names = [
         name
         for name in {**wanted, **got}
         if got.get(name, MISSING) != wanted.get(name, MISSING)
     ]
-    rules = rules_for(scenario)
+    rules = answers.rules
     open_fields = [
         name
         for name in names
@@ -108,8 +125,8 @@ def judge(scenario: Scenario) -> tuple[Difference | None, tuple[int, ...]]:
     if open_fields:
         first = open_fields[0]
         difference = Difference(
-            id=scenario.id,
-            kind=scenario.kind,
+            id=record["id"],
+            kind=record["kind"],
             field=first,
             got=got.get(first, MISSING),
             wanted=wanted.get(first, MISSING),
@@ -122,6 +139,28 @@ def judge(scenario: Scenario) -> tuple[Difference | None, tuple[int, ...]]:
         if any(_covers(field, name) for name in names for field in fields)
     )
     return None, tuple(needed)
+
+
+def _plan(record: Mapping[str, Any]) -> Answers:
+    scenario = parse(record)
+    return Answers(answer(scenario), recorded(scenario), rules_for(scenario))
+
+
+def _prepare(record: Mapping[str, Any]) -> Answers:
+    case = parse_prepared(record, record["in"])
+    return Answers(prepare(case), recorded_prepare(record["out"]), prepared_rules(case))
+
+
+def _ckpt(record: Mapping[str, Any]) -> Answers:
+    wanted = {"steps": recorded_steps(record["out"]["steps"])}
+    return Answers({"steps": Replayer(record).run()}, wanted, checkpoint_rules(record))
+
+
+LEVELS: Mapping[str, Callable[[Mapping[str, Any]], Answers]] = {
+    "plan": _plan,
+    "prepare": _prepare,
+    "ckpt": _ckpt,
+}
 
 
 def recorded(scenario: Scenario) -> dict[str, Any]:

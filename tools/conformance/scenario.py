@@ -36,7 +36,7 @@ class CompressorCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scenario:
-    """Input and recorded output of one scenario of level `plan`.
+    """Input of one step, and the recorded output of its scenario.
 
     ids: of each token as given, repeats included; sequence 0 where the record has none.
     cells: (position, ids) of each slot, position -1 where empty. positions: None for a null
@@ -86,10 +86,24 @@ def expand(value: Any) -> Any:
 
 def parse(record: Mapping[str, Any]) -> Scenario:
     """The typed form of a scenario of level `plan`."""
-    given, batch = record["in"], record["in"]["batch"]
-    count = batch["n_tokens"]
+    given = record["in"]
+    compressors = tuple(
+        CompressorCase(ratio=r, overlap=bool(o), ring_rows=ring, rows=rows)
+        for r, o, ring, rows in given["comp"]
+    )
+    return parse_step(record, given, compressors, given["reserve"])
+
+
+def parse_step(
+    record: Mapping[str, Any],
+    given: Mapping[str, Any],
+    compressors: tuple[CompressorCase, ...],
+    reserve: bool,
+) -> Scenario:
+    """One step of a record: `given` has `n_seq_max`, `kv` and `batch`."""
+    batch = given["batch"]
     if batch["seq"] is None:
-        ids: SeqIds = ((0,),) * count
+        ids: SeqIds = ((0,),) * batch["n_tokens"]
     else:
         ids = tuple(tuple(owners) for n, owners in batch["seq"] for _ in range(n))
     positions = None if batch["pos"] is None else np.array(batch["pos"], np.int64)
@@ -102,11 +116,8 @@ def parse(record: Mapping[str, Any]) -> Scenario:
         compact=_compact(given["kv"]["compact"]),
         positions=positions,
         ids=ids,
-        compressors=tuple(
-            CompressorCase(ratio=r, overlap=bool(o), ring_rows=ring, rows=rows)
-            for r, o, ring, rows in given["comp"]
-        ),
-        reserve=given["reserve"],
+        compressors=compressors,
+        reserve=reserve,
         recorded=record["out"],
     )
 
