@@ -40,10 +40,12 @@ def interrupt() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _signal_handler_is_restored() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+def _interrupts_raise_and_their_handler_is_restored() -> Iterator[None]:
+    """A background job starts with SIGINT ignored, which an engine honours."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
