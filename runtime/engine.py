@@ -180,7 +180,8 @@ class Engine:
             self._check(batch, self._store.table.cells.next_positions())
             batch = decoupled(batch, self._store.table.tokens)
             ubatches = split_batch(batch, self.manifest.ladder)
-            self._store.table.cells.check_room(ubatches)
+            if len(ubatches) > 1:  # a single one is checked when it is planned
+                self._store.table.cells.check_room(ubatches)
             return self._run_all(batch, ubatches, progress)
 
     def reserve(self, *, streams: int, step: int, context: int, all_rows: bool = False) -> int:

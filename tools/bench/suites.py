@@ -15,7 +15,8 @@ from cachegraph.tools.bench.tables import context_table, speed_table
 from cachegraph.tools.bench.workers import Worker
 
 SHIPPED = "tiny:deepseek_v4"
-PEER = "transformers"
+PEERS = {"transformers eager": "eager", "transformers grouped experts": None}
+BASELINE = "transformers eager"
 SHORT_CONTEXT, LONG_CONTEXT = 1024, 16384
 
 
@@ -58,7 +59,7 @@ class Bench:
             report=self.report,
         )
         title = "Shipped model (3.2M parameters), `cachegraph bench --suite shipped`"
-        return title, speed_table(speeds, PEER)
+        return title, speed_table(speeds, BASELINE)
 
     def _medium(self, stack: ExitStack) -> tuple[str, list[str]]:
         checkpoint = medium_checkpoint(self.work / "medium")
@@ -76,7 +77,7 @@ class Bench:
             report=self.report,
         )
         title = "690M-parameter random model, `cachegraph bench --suite medium`"
-        return title, speed_table(speeds, PEER)
+        return title, speed_table(speeds, BASELINE)
 
     def _context(self, stack: ExitStack) -> tuple[str, list[str]]:
         checkpoint = medium_checkpoint(self.work / "medium")
@@ -131,4 +132,9 @@ class Bench:
         if not self.with_peers:
             return {}
         arguments = {"checkpoint": str(checkpoint), "threads": self.threads}
-        return {PEER: stack.enter_context(Worker(PEER, arguments))}
+        return {
+            name: stack.enter_context(
+                Worker("transformers", {**arguments, "experts": experts})
+            )
+            for name, experts in PEERS.items()
+        }

@@ -92,15 +92,21 @@ class OurProgram:
 
 
 class TransformersProgram:
-    """The same checkpoint in transformers, eager, f32, with its own cache."""
+    """The same checkpoint in transformers, f32, with its own cache.
 
-    def __init__(self, checkpoint: str, threads: int) -> None:
+    experts: "eager" loops over experts in Python; None takes transformers' own choice of kernel.
+    """
+
+    def __init__(self, checkpoint: str, threads: int, experts: str | None) -> None:
         import torch
         from transformers import DeepseekV4ForCausalLM
 
         torch.set_num_threads(threads)
         self._torch = torch
-        self._model = DeepseekV4ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        choice = {} if experts is None else {"experts_implementation": experts}
+        self._model = DeepseekV4ForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, **choice
+        )
         self._model.train(mode=False)
         self._state: dict[int, tuple[Any, int]] = {}
 
