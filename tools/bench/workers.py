@@ -8,7 +8,7 @@ worker only.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -103,7 +103,7 @@ class TransformersProgram:
 
         torch.set_num_threads(threads)
         self._torch = torch
-        choice = {} if experts is None else {"experts_implementation": experts}
+        choice: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
         self._model = DeepseekV4ForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, **choice
         )
@@ -137,7 +137,10 @@ class TransformersProgram:
         return Timing(seconds=time.perf_counter() - start)
 
 
-_PROGRAMS = {"ours": OurProgram, "transformers": TransformersProgram}
+_PROGRAMS: dict[str, Callable[..., Program]] = {
+    "ours": OurProgram,
+    "transformers": TransformersProgram,
+}
 
 
 class Worker:
