@@ -119,14 +119,11 @@ class SequenceTable:
             return True
         if not 0 < position < length:
             return False
-        first = self._histories[seq_id].state_first
-        # A block that has not begun needs no rows, whatever the ring holds.
-        states = all(
-            spec.oldest_needed(position) >= min(position, first[spec.kind])
-            for spec in self._compressors
-        )
         oldest = max(0, position - self._window + 1)
-        return states and self.cells.holds(seq_id, oldest, position)
+        first = self._histories[seq_id].state_first
+        return self._states_held(position, first) and self.cells.holds(
+            seq_id, oldest, position
+        )
 
     def rows_held(self, position: int, reached: int, ring_written: int | None) -> bool:
         """Whether a sequence that once stood at or before `position` still has the rows it needs.
@@ -138,8 +135,10 @@ class SequenceTable:
         """
         if position == 0:
             return True
-        if ring_written is not None and not self._states_held(position, ring_written):
-            return False
+        if ring_written is not None:
+            first = {s.kind: ring_written - s.ring_rows for s in self._compressors}
+            if not self._states_held(position, first):
+                return False
         oldest = max(0, position - self._window + 1)
         return oldest >= reached - self.cells.layout.rows_per_stream
 
@@ -285,10 +284,13 @@ class SequenceTable:
         )
         self._edited(seq_id, "restored")
 
-    def _states_held(self, position: int, written: int) -> bool:
-        """Whether rings written up to `written` have the rows of windows open at `position`."""
+    def _states_held(self, position: int, first: Mapping[CacheKind, int]) -> bool:
+        """Whether rings that hold state rows from `first` on serve the windows at `position`.
+
+        A block that has not begun needs no rows, whatever the ring holds.
+        """
         return all(
-            spec.oldest_needed(position) >= min(position, written - spec.ring_rows)
+            spec.oldest_needed(position) >= min(position, first[spec.kind])
             for spec in self._compressors
         )
 
