@@ -20,7 +20,6 @@ from cachegraph.models.shipped import resolve
 from cachegraph.tools.dev.tiny.corpus import stdlib_corpus
 from cachegraph.tools.dev.tiny.draft_block import (
     DraftBlock,
-    run_main,
     start_from_main,
     write_block,
 )
@@ -29,7 +28,7 @@ from cachegraph.tools.dev.tiny.network import load_model
 from cachegraph.tools.dev.tiny.schedule import Budget
 from cachegraph.tools.dev.tiny.tokens import encode_stream, load_tokenizer
 
-DEFAULT_STEPS = 1000
+DEFAULT_STEPS = 1100
 SAVE_EVERY, SAY_EVERY = 100, 10
 
 
@@ -45,8 +44,7 @@ def main() -> None:
     stream = encode_stream(tokenizer, (s.text for s in stdlib_corpus().train))
     recipe = _scaled(DraftRecipe(), args.scale)
     block = DraftBlock(model.config)
-    sample = torch.from_numpy(stream[: recipe.tokens])[None]
-    start_from_main(block, model, run_main(model, sample)[1])
+    start_from_main(block, model)
     budget = Budget(steps=None if args.minutes else args.steps, minutes=args.minutes)
     done = _saver(block, args.out)
     train_block(block, model, stream, recipe, budget, seed=args.seed, done=done)
@@ -85,7 +83,9 @@ def _saver(block: DraftBlock, out: Path) -> Callable[[DraftRow], None]:
     def done(row: DraftRow) -> None:
         if row.step <= 3 or row.step % SAY_EVERY == 0:
             equal = ", ".join(f"{share:.3f}" for share in row.equal)
-            print(f"step {row.step}: {row.minutes} min, loss {row.loss:.3f}, {equal}", flush=True)
+            print(
+                f"step {row.step}: {row.minutes} min, loss {row.loss:.3f}, {equal}", flush=True
+            )
             rows.append(row)
         if row.step % SAVE_EVERY == 0:
             write_block(block, out)

@@ -28,8 +28,9 @@ from cachegraph.models.deepseek_v4.tensors import (
 from cachegraph.tools.dev.tiny.network import WINDOW
 
 PREFIX = "mtp.0."
-# The streams reach the head through the block, the next token's embedding only through e_proj.
-_START_E = 0.5
+# Both norms give rows of size 1. Streams as large as the main model's own (1.8) would begin by
+# repeating its prediction of the token that is given; smaller ones learn much faster.
+_START_E, _START_H = 0.5, 0.2
 
 
 class DraftBlock(nn.Module):
@@ -76,22 +77,15 @@ class _Chains:
         return every, every
 
 
-def start_from_main(block: DraftBlock, model: Any, streams: Tensor) -> None:
-    """Start near the main model: its last layer, head and norm where the shapes fit.
-
-    `streams` [B, T, M, D] after its last layer say how large h_proj's results must be.
-    """
-    main = model.model
-    with torch.no_grad():
-        own = block.layer.state_dict()
-        last = main.layers[-1].state_dict()
-        own.update({name: last[name] for name in own if own[name].shape == last[name].shape})
-        block.layer.load_state_dict(own)
-        block.hc_head.load_state_dict(main.hc_head.state_dict())
-        block.norm.load_state_dict(main.norm.state_dict())
-        scale = float(streams.square().mean().sqrt())
-        block.h_proj.weight.copy_(scale * torch.eye(len(block.h_proj.weight)))
-        block.e_proj.weight.copy_(_START_E * torch.eye(len(block.e_proj.weight)))
+@torch.no_grad()
+def start_from_main(block: DraftBlock, model: Any) -> None:
+    """Start as the main model's last layer without its compressor, its head and its norm."""
+    last = model.model.layers[-1].state_dict()
+    block.layer.load_state_dict({name: last[name] for name in block.layer.state_dict()})
+    block.hc_head.load_state_dict(model.model.hc_head.state_dict())
+    block.norm.load_state_dict(model.model.norm.state_dict())
+    for projection, scale in ((block.e_proj, _START_E), (block.h_proj, _START_H)):
+        projection.weight.copy_(scale * torch.eye(len(projection.weight)))
 
 
 @torch.no_grad()

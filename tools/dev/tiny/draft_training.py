@@ -34,7 +34,7 @@ class DraftRecipe:
     batch: int = 8  # half of them the model's own
     prompt: int = 32
     own_texts: int = 768
-    rates: Recipe = dataclasses.field(default_factory=lambda: Recipe(peak_rate=2e-3))
+    rates: Recipe = dataclasses.field(default_factory=Recipe)
 
 
 class DraftRow(NamedTuple):
@@ -64,10 +64,12 @@ def train_block(
     while (progress := budget.progress(step)) < 1:
         for group in optimizer.param_groups:
             group["lr"] = recipe.rates.rate(step, progress)
-        texts = torch.cat([
-            _pieces(stream, recipe.batch - recipe.batch // 2, recipe.tokens, random),
-            own[torch.from_numpy(random.integers(0, len(own), recipe.batch // 2))],
-        ])
+        texts = torch.cat(
+            [
+                _pieces(stream, recipe.batch - recipe.batch // 2, recipe.tokens, random),
+                own[torch.from_numpy(random.integers(0, len(own), recipe.batch // 2))],
+            ]
+        )
         loss, equal = draft_loss(block, model, texts, recipe.drafts)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
