@@ -23,7 +23,6 @@ from cachegraph.models.deepseek_v4.tensors import (
     canonical_name,
     fused_parts,
     fused_shape,
-    is_left_out,
 )
 from cachegraph.tools.dev.tiny.network import WINDOW
 
@@ -143,7 +142,7 @@ def write_block(block: DraftBlock, checkpoint: Path) -> None:
     Big matrices are f16, the rest f32, as in the main model, whose tensors stay as they are.
     """
     path, config_path = checkpoint / "model.safetensors", checkpoint / "config.json"
-    tensors = {k: v for k, v in load_file(path).items() if not is_left_out(k)}
+    tensors = load_file(path)
     for name, value in _named(block, checkpoint):
         is_half = value.ndim >= 2 and "hc_" not in name
         tensors[name] = value.half() if is_half else value.clone()
