@@ -17,6 +17,10 @@ from cachegraph.models.errors import ContractError
 
 Dim = int | str
 
+# Results that a host asks for by name, whatever the family.
+LOGITS = "logits"
+EMBEDDINGS = "embeddings"
+
 
 class DType(StrEnum):
     """Element types of graph inputs, outputs and caches, spelled as numpy and ONNX spell them."""

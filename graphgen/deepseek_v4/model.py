@@ -16,7 +16,7 @@ from cachegraph.graphgen.deepseek_v4.step import StepValues, emit_step
 from cachegraph.graphgen.layers.linear import FLOAT_TYPES, as_float, linear
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.weights.parameter import tensor, vector
-from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.contract import EMBEDDINGS, LOGITS, CacheKind, Contract
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.export_options import ExportOptions, WeightType
 
@@ -119,6 +119,6 @@ class DeepseekV4(nn.Module):
             streams, written = layer(op, streams, values, stored_caches(specs, inputs))
             outputs |= {s.out_name: written[s.kind].part(s.part) for s in specs}
         wanted = op.Gather(streams, inputs["out_rows"], axis=0)  # [O, M, D]
-        hidden = self.norm(op, self.hc_head(op, wanted))
-        outputs["logits"] = self.head(op, hidden)
+        outputs[EMBEDDINGS] = self.norm(op, self.hc_head(op, wanted))
+        outputs[LOGITS] = self.head(op, outputs[EMBEDDINGS])
         return outputs

@@ -13,6 +13,8 @@ from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, dou
 from cachegraph.models.cache_types import CacheTypes, cache_specs
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import (
+    EMBEDDINGS,
+    LOGITS,
     CacheKind,
     CacheSpec,
     Contract,
@@ -201,18 +203,28 @@ def contract(
     plans = _raw_rows()
     for kind in compressor_kinds(config):
         plans += _compressor_rows(config, kind)
-    logits = TensorRow(
-        name="logits",
-        dtype=DType.FLOAT32,
-        shape=("O", config.vocab_size),
-        role=Role.RESULT,
-        is_output=True,
-        meaning="scores of the next token, one row for each entry of out_rows",
-    )
     sides = cache_rows(specs)
     half = len(specs)
-    rows = (*_batch_rows(), *plans, *sides[:half], logits, *sides[half:])
+    rows = (*_batch_rows(), *plans, *sides[:half], *_result_rows(config), *sides[half:])
     return Contract(rows=rows, caches=specs)
+
+
+def _result_rows(config: DeepseekV4Config) -> tuple[TensorRow, ...]:
+    rows: tuple[tuple[str, tuple[Dim, ...], str], ...] = (
+        (LOGITS, ("O", config.vocab_size), "scores of the next token at each of out_rows"),
+        (EMBEDDINGS, ("O", config.hidden_size), "normed hidden state at each of out_rows"),
+    )
+    return tuple(
+        TensorRow(
+            name=name,
+            dtype=DType.FLOAT32,
+            shape=shape,
+            role=Role.RESULT,
+            is_output=True,
+            meaning=meaning,
+        )
+        for name, shape, meaning in rows
+    )
 
 
 def _batch_rows() -> tuple[TensorRow, ...]:
