@@ -43,6 +43,7 @@ class Role(StrEnum):
 
     BATCH = "batch"  # tokens, positions, rows whose logits are wanted
     PLAN = "plan"  # index lists, written by a planner in every step
+    CARRIED = "carried"  # rows of an earlier call's result, written by the host
     CACHE = "cache"  # a cache buffer, bound once as input and as output
     RESULT = "result"  # read by the host after the step
 
@@ -164,6 +165,20 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CarriedSpec:
+    """Result rows [rows, width] that the host keeps of a sequence, the newest positions'."""
+
+    rows: int
+    width: int
+    dtype: DType
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's rows."""
+        return self.rows * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRow:
     """One graph input or output.
 
@@ -211,7 +226,7 @@ class Contract:
 
     @property
     def host_rows(self) -> tuple[TensorRow, ...]:
-        """Inputs written by the host in every step: batch and plan rows."""
+        """Inputs that planners fill in every step, int64: batch and plan rows."""
         return tuple(r for r in self.inputs if r.role in (Role.BATCH, Role.PLAN))
 
     def layout(self, kind: CacheKind) -> RowLayout:

@@ -35,6 +35,7 @@ from cachegraph.models.plan_fields import (
 )
 from cachegraph.models.planner_specs import CompressorSpec, PlannerSpecs, RawSpec, dims
 
+STREAMS = "streams"
 _STATE_OF = {
     CacheKind.CSA: CacheKind.CSA_STATE,
     CacheKind.LID: CacheKind.LID_STATE,
@@ -194,13 +195,29 @@ def caches(
 
 
 def contract(
-    config: DeepseekV4Config, capacity: Capacity, types: CacheTypes | None = None
+    config: DeepseekV4Config,
+    capacity: Capacity,
+    types: CacheTypes | None = None,
+    *,
+    with_streams: bool = False,
 ) -> Contract:
-    """The whole contract of the template graph; caches are f32 unless `types` says otherwise."""
+    """The whole contract of the template graph; caches are f32 unless `types` says otherwise.
+
+    with_streams: the graph also gives the residual streams, which a draft graph starts from.
+    """
     specs = caches(config, capacity, types or CacheTypes())
-    plans = _raw_rows()
+    plans = raw_rows()
     for kind in compressor_kinds(config):
         plans += _compressor_rows(config, kind)
+    results = result_rows(config)[: 2 if with_streams else 1]
+    sides = cache_rows(specs)
+    half = len(specs)
+    rows = (*batch_rows(), *plans, *sides[:half], *results, *sides[half:])
+    return Contract(rows=rows, caches=specs)
+
+
+def result_rows(config: DeepseekV4Config) -> tuple[TensorRow, TensorRow]:
+    """The logits of the rows asked for, and the residual streams of every token."""
     logits = TensorRow(
         name="logits",
         dtype=DType.FLOAT32,
@@ -209,13 +226,24 @@ def contract(
         is_output=True,
         meaning="scores of the next token, one row for each entry of out_rows",
     )
-    sides = cache_rows(specs)
-    half = len(specs)
-    rows = (*_batch_rows(), *plans, *sides[:half], logits, *sides[half:])
-    return Contract(rows=rows, caches=specs)
+    streams = TensorRow(
+        name=STREAMS,
+        dtype=DType.FLOAT32,
+        shape=("T", stream_width(config)),
+        role=Role.RESULT,
+        is_output=True,
+        meaning="residual streams of each token after the last layer, before the head",
+    )
+    return logits, streams
 
 
-def _batch_rows() -> tuple[TensorRow, ...]:
+def stream_width(config: DeepseekV4Config) -> int:
+    """M*D: values of all residual streams of a token."""
+    return config.hc_mult * config.hidden_size
+
+
+def batch_rows() -> tuple[TensorRow, ...]:
+    """Tokens, their positions, and which rows of them want logits."""
     rows: tuple[tuple[str, tuple[Dim, ...], Padding, str], ...] = (
         ("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
         ("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
@@ -244,7 +272,8 @@ class _Plan(NamedTuple):
     spare_of: CacheKind | None = None
 
 
-def _raw_rows() -> tuple[TensorRow, ...]:
+def raw_rows() -> tuple[TensorRow, ...]:
+    """Plan inputs of the raw caches."""
     rows = RawFields[_Plan](
         write_idxs=_Plan(
             ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW
