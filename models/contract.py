@@ -166,7 +166,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CarriedSpec:
-    """Result rows [rows, width] that the host keeps of a sequence, the newest positions'."""
+    """Rows [rows, width] of a result that the host keeps of each sequence, the newest ones."""
 
     rows: int
     width: int

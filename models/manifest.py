@@ -204,6 +204,8 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             "export the bundle again or install the version that wrote it"
         )
     check_raw_types(raw, where)
+    if isinstance(draft := raw.get("draft"), Mapping):
+        check_raw_types(draft, where)
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:

@@ -104,6 +104,13 @@ StaticOption = Annotated[
         "given several times. Default: decode and the longest prefill at full context.",
     ),
 ]
+DraftOption = Annotated[
+    bool,
+    typer.Option(
+        help="Write the draft graph of the MTP block too, where the checkpoint has one. Without "
+        "it the main graph gives no residual streams, and nothing can draft."
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
 ]
@@ -123,6 +130,7 @@ def command(
     scatter: ScatterOption = RowWrite.ND,
     cache: CacheOption = CacheType.F32,
     index_cache: IndexCacheOption = CacheType.F32,
+    draft: DraftOption = True,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -148,6 +156,7 @@ def command(
         scatter=scatter,
         cache=cache,
         index_cache=index_cache,
+        draft=draft,
         capacity=Capacity(
             context=context, sequences=sequences, max_step=max_step, rewind=rewind
         ),
