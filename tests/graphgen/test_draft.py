@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.bundles import BLOCKS, Bundles, with_capacity
+from support.bundles import BLOCKS, Bundles, open_engine, with_capacity
 from support.drafts import DraftWorld, Pairs, draw_pairs
 from support.emitted import Array, World, open_session, run
 from support.tiny import CONFIGS, random_tensors, tiny_config
@@ -19,6 +19,7 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.twin_draft import draft_greedy
 from cachegraph.models.export_options import Dialect, WeightType
 from cachegraph.models.manifest import read_manifest
+from cachegraph.runtime.batch import Batch
 
 pytestmark = pytest.mark.r2
 
@@ -162,6 +163,23 @@ def test_the_draft_cache_has_the_rows_type(bundles: Bundles) -> None:
     pairs = pairs_of(bundles, "mixed")
     logits, _ = in_parts(bundle_of(bundles, "mixed", cache=CacheType.F16), pairs, [30, LENGTH])
     assert 1e-5 < np.abs(logits - pairs.draft.logits).max() < 0.01
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_an_engine_that_does_not_draft_decodes_as_ever(
+    bundles: Bundles, dialect: Dialect
+) -> None:
+    text = pairs_of(bundles, "mixed").text
+    rows = []
+    for draft in (True, False):
+        folder = bundle_of(bundles, "mixed", dialect=dialect, draft=draft)
+        with open_engine(folder) as engine:
+            first = engine.decode(Batch.of(text[:40], logits=[True] * 40))
+            rest = engine.decode(
+                Batch.of(text[40:], np.arange(40, len(text)), logits=[True] * (len(text) - 40))
+            )
+        rows.append(np.concatenate([first, rest]))
+    np.testing.assert_array_equal(*rows)
 
 
 def main_outputs(folder: Path, text: NDArray[np.int64]) -> dict[str, Array]:

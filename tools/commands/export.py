@@ -141,11 +141,7 @@ def command(
 
     Example: cachegraph export tiny:deepseek_v4 out/tiny --dialect ort
     """
-    if bool(preset) != no_weights:
-        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
-    if len(places) != (1 if preset else 2):
-        wanted = "OUT" if preset else "CHECKPOINT OUT"
-        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
+    _check_places(places, preset, no_weights)
     sizes = None if static is None else [parse_size(text) for text in static]
     options = ExportOptions(
         dialect=dialect,
@@ -177,3 +173,11 @@ def command(
         print_json({"bundle": str(out)})
     else:
         note(f"wrote {out}")
+
+
+def _check_places(places: list[str], preset: str | None, no_weights: bool) -> None:
+    if bool(preset) != no_weights:
+        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
+    if len(places) != (1 if preset else 2):
+        wanted = "OUT" if preset else "CHECKPOINT OUT"
+        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
