@@ -73,6 +73,7 @@ class ExportOptions:
     scatter: RowWrite = RowWrite.ND
     cache: CacheType = CacheType.F32
     index_cache: CacheType = CacheType.F32
+    draft: bool = True  # the MTP block too, where the checkpoint has one
     capacity: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:

@@ -155,3 +155,14 @@ def test_export_writes_a_bundle_and_one_line(
     assert code == 0
     assert json.loads(shown) == {"bundle": str(out)}
     assert read_manifest(out).capacity.context == 4096
+
+
+def test_export_leaves_the_mtp_block_out_when_told(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
+    checkpoint = bundles.checkpoint("window_only", with_draft=True)
+    for flags, has_draft in (((), True), (("--draft",), True), (("--no-draft",), False)):
+        out = tmp_path / f"out{len(flags)}{has_draft}"
+        assert run("export", checkpoint, out, "--context", "40", *flags)[0] == 0
+        assert (read_manifest(out).draft is not None) is has_draft
+        assert (out / "draft.onnx").is_file() is has_draft

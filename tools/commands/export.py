@@ -104,6 +104,13 @@ StaticOption = Annotated[
         "given several times. Default: decode and the longest prefill at full context.",
     ),
 ]
+DraftOption = Annotated[
+    bool,
+    typer.Option(
+        help="Write the draft graph of the MTP block too, where the checkpoint has one. Without "
+        "it the main graph gives no residual streams, and nothing can draft."
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
 ]
@@ -123,6 +130,7 @@ def command(
     scatter: ScatterOption = RowWrite.ND,
     cache: CacheOption = CacheType.F32,
     index_cache: IndexCacheOption = CacheType.F32,
+    draft: DraftOption = True,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -133,11 +141,7 @@ def command(
 
     Example: cachegraph export tiny:deepseek_v4 out/tiny --dialect ort
     """
-    if bool(preset) != no_weights:
-        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
-    if len(places) != (1 if preset else 2):
-        wanted = "OUT" if preset else "CHECKPOINT OUT"
-        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
+    _check_places(places, preset, no_weights)
     sizes = None if static is None else [parse_size(text) for text in static]
     options = ExportOptions(
         dialect=dialect,
@@ -148,6 +152,7 @@ def command(
         scatter=scatter,
         cache=cache,
         index_cache=index_cache,
+        draft=draft,
         capacity=Capacity(
             context=context, sequences=sequences, max_step=max_step, rewind=rewind
         ),
@@ -168,3 +173,11 @@ def command(
         print_json({"bundle": str(out)})
     else:
         note(f"wrote {out}")
+
+
+def _check_places(places: list[str], preset: str | None, no_weights: bool) -> None:
+    if bool(preset) != no_weights:
+        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
+    if len(places) != (1 if preset else 2):
+        wanted = "OUT" if preset else "CHECKPOINT OUT"
+        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
