@@ -40,8 +40,9 @@ from cachegraph.runtime.binding import (
 )
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
+from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.coupled import decoupled
-from cachegraph.runtime.generate import Event, GenerateOptions, generate
+from cachegraph.runtime.generate import generate
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.ort import (

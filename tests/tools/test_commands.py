@@ -15,8 +15,8 @@ from support.engines import text
 
 from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.continuation import GenerateOptions
 from cachegraph.runtime.engine import Engine
-from cachegraph.runtime.generate import GenerateOptions
 from cachegraph.tools.commands.logits import parse_chunks
 
 pytestmark = pytest.mark.r2
