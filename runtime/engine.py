@@ -116,6 +116,7 @@ class Engine:
         spinning: bool = True,
         optimization: Optimization = "all",
         memory_budget: int | None = None,
+        draft: bool = False,
     ) -> Engine:
         """Open a bundle.
 
@@ -158,6 +159,20 @@ class Engine:
     def num_sequences(self) -> int:
         """How many sequences the caches hold."""
         return self.manifest.capacity.sequences
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` may be called."""
+        return False
+
+    def draft(
+        self,
+        pending: Mapping[int, int],
+        count: int | Mapping[int, int],
+        choose: Callable[[int, NDArray[Any]], int],
+    ) -> dict[int, list[int]]:
+        """Refused: this engine has no drafter."""
+        raise UsageError("this engine cannot draft")
 
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""
