@@ -9,7 +9,7 @@ and the live rows of every sequence, are those of a cold run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 from support.bundles import Bundles, largest_difference, open_engine
 from support.checkpoint_model import CheckpointModel
 from support.sequence_model import Label, Memory
-from support.sessions import Logits, Oracle, append, needed_rows
+from support.sessions import Logits, Oracle, needed_rows
 from support.tiny import random_tensors, tiny_config
 
 from cachegraph.models.capacity import Capacity
@@ -41,20 +41,21 @@ CAPACITY = Capacity(context=64, sequences=4, max_step=12, rewind=5)
 COLD = Capacity(context=64, sequences=1, max_step=64, rewind=0)
 SEQUENCES, TOLERANCE, SEED = 4, 1e-5, 1
 SHARES = {
-    "append": 0.35,
-    "prefill": 0.05,
+    "append": 0.30,
+    "prefill": 0.07,
     "fork": 0.07,
     "remove": 0.06,
-    "rewind": 0.10,
+    "rewind": 0.08,
     "keep": 0.02,
     "shift": 0.02,
     "save": 0.06,
-    "restore": 0.06,
+    "restore": 0.05,
     "clear": 0.02,
-    "checkpoint": 0.07,
-    "accept": 0.10,
+    "checkpoint": 0.12,
+    "accept": 0.11,
     "discard": 0.02,
 }
+TAKE_TOKENS = ("append", "prefill", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ def draw(seed: int, number: int, vocab: int) -> list[Operation]:
     operations = []
     for name in rng.choice(list(SHARES), size=rng.integers(6, 19), p=list(SHARES.values())):
         numbers = tuple(rng.integers(1000, size=6).tolist())
-        tokens = (
-            rng.integers(vocab, size=100).tolist() if name in ("append", "prefill") else ()
-        )
+        tokens = rng.integers(vocab, size=100).tolist() if name in TAKE_TOKENS else ()
         operations.append(Operation(str(name), numbers, tuple(tokens)))
     return operations
 
@@ -169,22 +168,27 @@ class Play:
         which, *sizes, order = operation.numbers
         seqs = [which % SEQUENCES] if which % 3 else [s for s in range(4) if which >> s & 1]
         counts = {seq: 1 + sizes[seq] % (23 if sizes[seq] % 2 else 4) for seq in seqs}
+        self._decode(counts, operation.tokens, order)
+
+    def _decode(self, counts: Mapping[int, int], source: Sequence[int], order: int) -> bool:
+        """The next tokens of some sequences in one batch; whether there was room."""
         owners = [seq for seq, count in counts.items() for _ in range(count)]
         if order % 2:
             owners = np.random.default_rng(order).permutation(owners).tolist()
-        tokens = list(operation.tokens[: len(owners)])
+        tokens = list(source[: len(owners)])
         if not owners:
-            return
+            return False
         starts = {seq: len(text) for seq, text in enumerate(self.books.texts)}
         batch = Batch.of(tokens, None, owners, starts=starts, logits=[True] * len(owners))
-        if any(starts[seq] + counts[seq] > CAPACITY.context for seq in seqs):
+        if any(starts[seq] + count > CAPACITY.context for seq, count in counts.items()):
             self._refused(CapacityError, self.engine.decode, batch)
-            return
+            return False
         logits = self.engine.decode(batch)
-        for seq in seqs:
+        for seq in counts:
             mine = [i for i, owner in enumerate(owners) if owner == seq]
             self.books.append(seq, [tokens[i] for i in mine])
             self.seen.append((self.books.texts[seq], logits[mine]))
+        return True
 
     def _fork(self, operation: Operation) -> None:
         source, target = (n % SEQUENCES for n in operation.numbers[:2])
@@ -273,8 +277,9 @@ class Play:
         """A beginning of what some sequence holds, and new tokens."""
         which, other, share, fresh, *_ = operation.numbers
         seq, source = which % SEQUENCES, other % SEQUENCES
-        begin = self.books.texts[seq if other % 3 else source]
-        text = begin[: share % (len(begin) + 1)] + operation.tokens[: fresh % 9]
+        begin = self.books.texts[seq if other % 5 else source]
+        keep = len(begin) - share % min(len(begin) + 1, 7 if share % 3 else 99)
+        text = begin[:keep] + operation.tokens[: fresh % 9]
         if not 0 < len(text) <= CAPACITY.context:
             fault = CapacityError if text else BatchError
             self._refused(fault, self.engine.prefill, text, seq)
@@ -294,8 +299,11 @@ class Play:
         self.seen.append((text, done.logits[None]))
 
     def _checkpoint(self, operation: Operation) -> None:
-        """Prepare a mode and save; a live save of another mode is discarded first."""
-        which, count, beyond, *_ = operation.numbers
+        """Save in some mode, decode a few tokens as drafts are, keep unequal counts of them.
+
+        A live save of another mode refuses the new one and is discarded.
+        """
+        which, count, beyond, *sizes = operation.numbers
         checkpoints, model = self.engine.checkpoints, self.books.checkpoint
         mode = list(Mode)[which % 4]
         limit = checkpoints.limit(mode)
@@ -309,6 +317,11 @@ class Play:
         checkpoints.save()
         model.prepare(mode, count)
         model.save()
+        counts = {s: 1 + sizes[s % 3] % (6 + s) for s in range(SEQUENCES) if beyond >> s & 1}
+        if self._decode(counts, operation.tokens, beyond):
+            for seq, decoded in counts.items():
+                if sizes[0] % 5:
+                    self._keep_of(seq, sizes[1] % (decoded + 1), is_replayed=True)
 
     def _accept(self, operation: Operation) -> None:
         """Any count of a sequence, one too many at most; what is to be replayed mostly is."""
@@ -316,22 +329,26 @@ class Play:
         saved = self.books.checkpoint.saved
         able = [seq for seq, one in saved.items() if one.tokens and not one.is_void]
         seq = able[which % len(able)] if able and which % 6 else which % SEQUENCES
-        tokens = saved[seq].tokens if seq in saved else []
-        count %= len(tokens) + 2
-        standing = saved[seq].standing if seq in saved else 0
-        wanted = self.books.checkpoint.accept(seq, count)
-        if seq in able and count <= len(tokens):
-            kept = "all" if count == standing else wanted.split(" ")[0] or "refused"
-            self.outcomes[f"accept in {self.books.checkpoint.mode}, {kept}"] += 1
+        most = len(saved[seq].tokens) if seq in saved else 0
+        self._keep_of(seq, count % (most + 2), is_replayed=replays % 5 > 0)
+
+    def _keep_of(self, seq: int, count: int, *, is_replayed: bool) -> None:
+        """Accept so many tokens of a sequence, and decode again what the mode asks for."""
+        model = self.books.checkpoint
+        one = model.saved.get(seq)
+        is_there = one is not None and not one.is_void and count <= len(one.tokens)
+        again = one.tokens[:count] if one is not None else []
+        is_all = one is not None and count == one.standing
+        wanted = model.accept(seq, count)
+        if is_there:
+            kept = "nothing to do" if is_all else wanted.split(" ")[0] or "refused"
+            self.outcomes[f"accept in {model.mode}, {kept}"] += 1
         if not wanted:
             self._refused(RewindError, self.engine.checkpoints.accept, seq, count)
             return
         assert str(self.engine.checkpoints.accept(seq, count)) == wanted, "answer of an accept"
-        if wanted != "direct" and replays % 5:
-            again = tokens[:count]
-            logits = append(self.engine, seq, again)
-            self.books.append(seq, again)
-            self.seen.append((self.books.texts[seq], logits))
+        if wanted != "direct" and is_replayed:
+            self._decode({seq: count}, again, order=0)
 
     def _discard(self, _: Operation) -> None:
         self.engine.checkpoints.discard()
