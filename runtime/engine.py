@@ -31,8 +31,9 @@ from cachegraph.runtime.batch import Batch, check_batch
 from cachegraph.runtime.binding import Binder, BoundCall, CpuBinder, CudaBinder
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
+from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.coupled import decoupled
-from cachegraph.runtime.generate import Event, GenerateOptions, generate
+from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.ort import (
     DeviceName,
@@ -103,6 +104,7 @@ class Engine:
         spinning: bool = True,
         optimization: Optimization = "all",
         memory_budget: int | None = None,
+        draft: bool = False,
     ) -> Engine:
         """Open a bundle.
 
@@ -146,6 +148,20 @@ class Engine:
     def num_sequences(self) -> int:
         """How many sequences the caches hold."""
         return self.manifest.capacity.sequences
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` may be called."""
+        return False
+
+    def draft(
+        self,
+        pending: Mapping[int, int],
+        count: int | Mapping[int, int],
+        choose: Callable[[int, NDArray[Any]], int],
+    ) -> dict[int, list[int]]:
+        """Refused: this engine has no drafter."""
+        raise UsageError("this engine cannot draft")
 
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""

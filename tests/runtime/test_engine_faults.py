@@ -14,8 +14,8 @@ from support.bundles import Bundles, live_rows, open_engine
 from support.engines import Call, batch_of, cold, feed, same_bits, watched
 
 from cachegraph.models.errors import CapacityError, StepError, UsageError
+from cachegraph.runtime.continuation import GenerateOptions
 from cachegraph.runtime.engine import Engine
-from cachegraph.runtime.generate import GenerateOptions
 
 pytestmark = pytest.mark.r2
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from support.emitted import Array, World, open_session, run
 
-from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.contract import CARRIED
+from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.twin import TwinRun, forward
 from cachegraph.models.deepseek_v4.twin_draft import DraftRun, draft_forward
 from cachegraph.models.manifest import DraftEntry, read_manifest
