@@ -145,6 +145,10 @@ class CellTable:
         self._members[sequence, rows] = True
         self._ends[sequence] = end
 
+    def own_rows(self, sequence: int) -> IntArray:
+        """Rows that no other sequence uses: the whole block of its stream, ascending."""
+        return self.layout.base(sequence) + np.arange(self.layout.rows_per_stream)
+
     def offsets(self, sequence: int) -> IntArray:
         """Rows of a sequence's cells, counted from the start of its stream."""
         offsets: IntArray = self._members[sequence].nonzero()[0] - self.layout.base(sequence)

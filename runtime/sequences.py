@@ -102,11 +102,11 @@ class SequenceTable:
                     history.state_first.get(spec.kind, 0), oldest
                 )
 
-    def clear(self, seq_id: int) -> None:
-        """Forget a sequence."""
+    def clear(self, seq_id: int, how: str = "cleared") -> None:
+        """Forget a sequence. how: the edit in words."""
         self.cells.clear(seq_id)
         self._histories[seq_id] = _History()
-        self._edited(seq_id, "cleared")
+        self._edited(seq_id, how)
 
     def can_stand(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be cut to `position` tokens and go on as if never longer.

@@ -232,7 +232,10 @@ class Play:
     def _clear(self, operation: Operation) -> None:
         which, data, *_ = operation.numbers
         seq = -1 if which % 10 == 0 else which % SEQUENCES
-        self.engine.clear(seq, data=bool(data % 2))
+        if seq >= 0 and data % 5 == 0:
+            self.engine.reset(seq)
+        else:
+            self.engine.clear(seq, data=bool(data % 2))
         for one in range(SEQUENCES) if seq == -1 else [seq]:
             self.books.clear(one)
 
