@@ -150,8 +150,8 @@ class Engine:
 
     @property
     def memory(self) -> MemoryReport:
-        """Cache bytes by kind."""
-        return memory_report(self._contract)
+        """Bytes of the caches and of the prepared checkpoint, by kind, layer and device."""
+        return memory_report(self._contract, self.device, self.checkpoints.num_bytes)
 
     @property
     def num_sequences(self) -> int:
