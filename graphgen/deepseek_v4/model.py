@@ -89,7 +89,7 @@ class DeepseekV4(nn.Module):
 
     def __init__(self, config: DeepseekV4Config, options: ExportOptions) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.pinned = config, options.capacity.pinned
         # Gathered rows are cast, never the table: a halved table stays halved in memory.
         self.embed_form = WeightType.F32 if options.weights.bits else options.weights
         self.embed = tensor(
@@ -109,7 +109,7 @@ class DeepseekV4(nn.Module):
         self, op: OpBuilder, contract: Contract, inputs: Mapping[str, ir.Value]
     ) -> dict[str, ir.Value]:
         """Graph inputs by contract name -> graph outputs by contract name."""
-        values = emit_step(op, self.config, inputs)
+        values = emit_step(op, self.config, inputs, self.pinned)
         rows = op.Gather(self.embed, values.tokens, axis=0)  # [T, D]
         rows = as_float(op, rows, self.embed_form)
         streams = op.Expand(op.Unsqueeze(rows, [1]), [1, self.config.hc_mult, 1])

@@ -8,7 +8,7 @@ row of logits that was ever returned, and the live rows of every sequence, are t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +64,8 @@ class Held:
 class Books:
     """The dictionary model: which row of which stream holds what."""
 
-    def __init__(self, name: str) -> None:
-        self.memory = Memory(tiny_config(name), CAPACITY)
+    def __init__(self, name: str, capacity: Capacity) -> None:
+        self.memory = Memory(tiny_config(name), capacity)
         self.texts: list[Label] = [()] * SEQUENCES
 
     def append(self, seq: int, tokens: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class Play:
 
     def __init__(self, engine: Engine, oracle: Oracle, name: str, folder: Path) -> None:
         self.engine, self.oracle = engine, oracle
-        self.books = Books(name)
+        self.books = Books(name, engine.manifest.capacity)
         self.seen: list[tuple[Label, Logits]] = []  # a text, and logits of its last tokens
         self.files: list[tuple[Path, dict[int, Held]]] = []
         self._folder = folder
@@ -267,10 +267,13 @@ class Score:
 
 
 class Fuzz:
-    """Engines and oracles of the models, and programs played on them."""
+    """Engines and oracles of the models, and programs played on them.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    pinned: first positions that every later token sees.
+    """
+
+    def __init__(self, root: Path, *, pinned: int = 0) -> None:
+        self._root, self._pinned = root, pinned
         self._bundles = Bundles(root / "bundles")
         self._pairs: dict[str, tuple[Engine, Oracle]] = {}
 
@@ -310,15 +313,15 @@ class Fuzz:
     def _pair(self, name: str) -> tuple[Engine, Oracle]:
         if name not in self._pairs:
             checkpoint = self._bundles.checkpoint(name, seed=SEED)
-            engine = open_engine(self._bundles.bundle(checkpoint, capacity=CAPACITY))
+            hot, cold = (replace(size, pinned=self._pinned) for size in (CAPACITY, COLD))
+            engine = open_engine(self._bundles.bundle(checkpoint, capacity=hot))
             self._pairs[name] = (
                 engine,
-                Oracle(self._bundles.bundle(checkpoint, capacity=COLD)),
+                Oracle(self._bundles.bundle(checkpoint, capacity=cold)),
             )
         return self._pairs[name]
 
-    @staticmethod
-    def _gap(name: str, text: Label) -> float:
+    def _gap(self, name: str, text: Label) -> float:
         """The narrowest cut of any top-k in the float64 twin's run of a text."""
         config = tiny_config(name)
-        return forward(config, random_tensors(config, SEED), text).smallest_gap
+        return forward(config, random_tensors(config, SEED), text, self._pinned).smallest_gap
