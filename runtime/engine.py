@@ -141,8 +141,8 @@ class Engine:
 
     @property
     def memory(self) -> MemoryReport:
-        """Cache bytes by kind."""
-        return memory_report(self._contract)
+        """Bytes of the caches and of the prepared checkpoint, by kind, layer and device."""
+        return memory_report(self._contract, self.device, self.checkpoints.num_bytes)
 
     @property
     def num_sequences(self) -> int:
@@ -290,6 +290,10 @@ class Engine:
         self._store.check_id(seq_id)
         return self._store.table.tokens(seq_id)
 
+    def positions(self, seq_id: int) -> range:
+        """The positions that a sequence holds."""
+        return range(self.length(seq_id))
+
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """The positions that a sequence can be cut to, as ascending ranges."""
         self._check_open()
@@ -304,6 +308,14 @@ class Engine:
         with self._in_use():
             for seq in range(self.num_sequences) if seq_id in (None, -1) else [seq_id]:
                 self._store.clear(seq, data=data)
+
+    def reset(self, seq_id: int) -> None:
+        """Forget a sequence and zero its block in every compressed, indexer and state cache.
+
+        Its raw rows become free; no byte of another sequence changes.
+        """
+        with self._in_use():
+            self._store.reset(seq_id)
 
     def remove(self, seq_id: int, first: int, end: int = -1) -> None:
         """Take tokens back from the end of a sequence: positions `first` to `end` - 1.

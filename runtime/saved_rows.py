@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachegraph.models.contract import Contract
+from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.errors import CapacityError, StateFileError
 from cachegraph.runtime.binding import Binder, Buffer
 from cachegraph.runtime.saved import (
@@ -92,6 +92,7 @@ def check_placement(
                 path,
                 _tensor(path, tensors, rows_name(seq_id, spec.name)),
                 (rows.rows[spec.kind].size, spec.width),
+                rows.raw_pinned if spec.kind is CacheKind.RAW else 0,
             )
             for spec in contract.caches
         }
@@ -99,11 +100,12 @@ def check_placement(
     return placed
 
 
-def _newest(path: Path, stored: Rows, shape: tuple[int, int]) -> Rows:
-    """The last rows of a stored tensor: what an engine with less room keeps."""
+def _newest(path: Path, stored: Rows, shape: tuple[int, int], pinned: int) -> Rows:
+    """The pinned and the last rows of a stored tensor: what an engine with less room keeps."""
     if stored.ndim != 2 or stored.shape[1] != shape[1] or len(stored) < shape[0]:
         raise StateFileError(f"{path}: rows of shape {stored.shape}, wanted {shape} at least")
-    return stored[len(stored) - shape[0] :]
+    newest = stored[len(stored) - shape[0] + pinned :]
+    return np.concatenate((stored[:pinned], newest)) if pinned else newest
 
 
 def _tensor(path: Path, tensors: Mapping[str, Rows], name: str) -> Rows:

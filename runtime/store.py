@@ -14,7 +14,7 @@ from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.binding import Binder, Buffer, allocate_caches
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import initial_caches
-from cachegraph.runtime.rows import copy_rows, zero_stream
+from cachegraph.runtime.rows import copy_rows, zero_raw, zero_stream
 from cachegraph.runtime.saved import (
     Rows,
     SavedSequence,
@@ -57,10 +57,19 @@ class SequenceStore:
     def clear(self, seq_id: int, *, data: bool = False) -> None:
         """Forget a sequence; with `data` zero its rows too."""
         self.check_id(seq_id)
+        own = self.table.cells.own_rows(seq_id)
         with interrupts_held():
             self.table.clear(seq_id)
             if data:
                 zero_stream(self._binder, self._contract, self.caches, seq_id)
+                zero_raw(self._binder, self._contract, self.caches, own)
+
+    def reset(self, seq_id: int) -> None:
+        """As of `Engine.reset`."""
+        self.check_id(seq_id)
+        with interrupts_held():
+            self.table.clear(seq_id, "reset")
+            zero_stream(self._binder, self._contract, self.caches, seq_id)
 
     def remove(self, seq_id: int, first: int, end: int) -> None:
         """As of `Engine.remove`."""

@@ -53,7 +53,9 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 
 
 def _planner_words(manifest: Manifest) -> str:
-    words = [f"raw (window {manifest.planners.raw.window})"]
+    raw = manifest.planners.raw
+    pinned = f", {raw.pinned} pinned" if raw.pinned else ""
+    words = [f"raw (window {raw.window}{pinned})"]
     for spec in manifest.planners.compressors:
         served = " and ".join(kind.value for kind, _ in spec.serves)
         how = "overlapping" if spec.overlap else "not overlapping"

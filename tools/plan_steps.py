@@ -85,9 +85,7 @@ class _Host:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._contract = manifest.contract
-        self._cells = CellTable(
-            self._contract.layout(CacheKind.RAW), manifest.planners.raw.window
-        )
+        self._cells = CellTable(self._contract.layout(CacheKind.RAW), manifest.planners.raw)
         self._sizes = StepSizes.of(manifest.planners, self._contract)
         self._filler = Filler(self._contract, manifest.planners)
 

@@ -126,7 +126,7 @@ class DeepseekV4(nn.Module):
 
     def __init__(self, config: DeepseekV4Config, options: ExportOptions) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.pinned = config, options.capacity.pinned
         self.embed = Embedding(config, options)
         layers = range(config.num_layers)
         self.layers = nn.ModuleList(
@@ -140,7 +140,7 @@ class DeepseekV4(nn.Module):
         self, op: OpBuilder, contract: Contract, inputs: Mapping[str, ir.Value]
     ) -> dict[str, ir.Value]:
         """Graph inputs by contract name -> graph outputs by contract name."""
-        values = emit_step(op, self.config, inputs)
+        values = emit_step(op, self.config, inputs, self.pinned)
         rows = self.embed(op, values.tokens)  # [T, D]
         streams = op.Expand(op.Unsqueeze(rows, [1]), [1, self.config.hc_mult, 1])
         outputs: dict[str, ir.Value] = {}

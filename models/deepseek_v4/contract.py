@@ -87,7 +87,8 @@ def window_rows(config: DeepseekV4Config, kind: CacheKind) -> int:
 def rows_per_stream(config: DeepseekV4Config, capacity: Capacity, kind: CacheKind) -> int:
     """Live rows of one stream in a cache kind."""
     if kind is CacheKind.RAW:
-        return config.sliding_window + capacity.max_step + capacity.rewind
+        window = capacity.pinned + config.sliding_window
+        return window + capacity.max_step + capacity.rewind
     if kind in _STATE_OF:
         return max(1, ceil(capacity.context / ratio_of(config, kind)))
     compressed = next(k for k, state in _STATE_OF.items() if state is kind)
@@ -101,7 +102,7 @@ def planner_specs(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:
         CacheKind.HCA: (CacheKind.HCA,),
     }
     return PlannerSpecs(
-        raw=RawSpec(window=config.sliding_window),
+        raw=RawSpec(window=config.sliding_window, pinned=capacity.pinned),
         compressors=tuple(
             CompressorSpec(
                 kind=kind,

@@ -40,8 +40,8 @@ from cachegraph.models.planner_specs import PlannerSpecs
 
 
 def draft_planners(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:
-    """The planners of the draft graph: raw rows only."""
-    return planner_specs(config.draft, capacity)
+    """The planners of the draft graph: raw rows only, without pinned ones."""
+    return planner_specs(config.draft, replace(capacity, pinned=0))
 
 
 def draft_ladder(config: DeepseekV4Config, capacity: Capacity) -> BucketLadder:
@@ -53,7 +53,7 @@ def draft_caches(
     config: DeepseekV4Config, capacity: Capacity, types: CacheTypes
 ) -> tuple[CacheSpec, ...]:
     """The raw cache, numbered as the layer behind the main ones."""
-    own = caches(config.draft, capacity, types)
+    own = caches(config.draft, replace(capacity, pinned=0), types)
     return tuple(replace(spec, layer=config.num_layers) for spec in own)
 
 

@@ -31,6 +31,16 @@ def test_programs_of_sequence_edits_equal_cold_runs(tmp_path: Path) -> None:
     assert {name: n for name, n in score.outcomes.items() if n >= 20}.keys() >= OUTCOMES
 
 
+def test_so_they_do_with_pinned_rows(tmp_path: Path) -> None:
+    fuzz, score = Fuzz(tmp_path, pinned=3), Score()
+    for number in range(30):
+        fuzz.play(SEED, number, score)
+    fuzz.close()
+    assert score.failures == []
+    assert score.near_ties == []
+    assert score.compared > 90
+
+
 def test_every_operation_is_drawn() -> None:
     drawn = Counter(o.name for number in range(PROGRAMS) for o in draw(SEED, number, 100))
     assert set(drawn) == set(SHARES)

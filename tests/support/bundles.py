@@ -143,7 +143,8 @@ def _live_places(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]
     length = engine.length(seq)
     if spec.kind is CacheKind.RAW:
         cells = engine._store.table.cells
-        held = cells._members[seq] & (cells._positions > length - 1 - cells.window)
+        near = cells._positions > length - 1 - cells.raw.window
+        held = cells._members[seq] & (near | (cells._positions < cells.raw.pinned))
         places = np.flatnonzero(held)
         return places[np.argsort(cells._positions[places])]
     rows = _live_positions(engine.manifest, spec.kind, length)
@@ -168,7 +169,9 @@ def twin_rows(manifest: Manifest, run: TwinRun) -> Rows:
 def _twin_rows(manifest: Manifest, run: TwinRun, spec: CacheSpec) -> NDArray[np.float64]:
     attention, length = run.layers[spec.layer].attention, len(run.logits)
     if spec.kind is CacheKind.RAW:
-        return attention.raw[max(0, length - manifest.planners.raw.window) :]
+        positions = np.arange(length)
+        seen = positions >= length - manifest.planners.raw.window
+        return attention.raw[seen | (positions < manifest.planners.raw.pinned)]
     if spec.kind in attention.compressors:
         return attention.compressors[spec.kind].rows
     compressed = CacheKind(spec.kind.value.removesuffix("_state"))

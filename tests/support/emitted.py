@@ -108,7 +108,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.caches = initial_caches(self.contract)
-        self._cells = CellTable(self.contract.layout(CacheKind.RAW), self.planners.raw.window)
+        self._cells = CellTable(self.contract.layout(CacheKind.RAW), self.planners.raw)
         self._sizes = StepSizes.of(self.planners, self.contract)
         self._filler = Filler(self.contract, self.planners)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -89,8 +89,8 @@ class Held:
 class Books:
     """The dictionary model: which row of which stream holds what."""
 
-    def __init__(self, name: str) -> None:
-        self.memory = Memory(tiny_config(name), CAPACITY)
+    def __init__(self, name: str, capacity: Capacity) -> None:
+        self.memory = Memory(tiny_config(name), capacity)
         self.texts: list[Label] = [()] * SEQUENCES
         self.checkpoint = CheckpointModel(self.memory, self.texts, CAPACITY.rewind)
 
@@ -139,7 +139,7 @@ class Play:
 
     def __init__(self, engine: Engine, oracle: Oracle, name: str, folder: Path) -> None:
         self.engine, self.oracle = engine, oracle
-        self.books = Books(name)
+        self.books = Books(name, engine.manifest.capacity)
         self.seen: list[tuple[Label, Logits]] = []  # a text, and logits of its last tokens
         self.files: list[tuple[Path, dict[int, Held]]] = []
         self.outcomes: Counter[str] = Counter()
@@ -269,7 +269,10 @@ class Play:
     def _clear(self, operation: Operation) -> None:
         which, data, *_ = operation.numbers
         seq = -1 if which % 10 == 0 else which % SEQUENCES
-        self.engine.clear(seq, data=bool(data % 2))
+        if seq >= 0 and data % 5 == 0:
+            self.engine.reset(seq)
+        else:
+            self.engine.clear(seq, data=bool(data % 2))
         for one in range(SEQUENCES) if seq == -1 else [seq]:
             self.books.clear(one)
 
@@ -387,10 +390,13 @@ class Score:
 
 
 class Fuzz:
-    """Engines and oracles of the models, and programs played on them."""
+    """Engines and oracles of the models, and programs played on them.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    pinned: first positions that every later token sees.
+    """
+
+    def __init__(self, root: Path, *, pinned: int = 0) -> None:
+        self._root, self._pinned = root, pinned
         self._bundles = Bundles(root / "bundles")
         self._pairs: dict[str, tuple[Engine, Oracle]] = {}
 
@@ -431,15 +437,15 @@ class Fuzz:
     def _pair(self, name: str) -> tuple[Engine, Oracle]:
         if name not in self._pairs:
             checkpoint = self._bundles.checkpoint(name, seed=SEED)
-            engine = open_engine(self._bundles.bundle(checkpoint, capacity=CAPACITY))
+            hot, cold = (replace(size, pinned=self._pinned) for size in (CAPACITY, COLD))
+            engine = open_engine(self._bundles.bundle(checkpoint, capacity=hot))
             self._pairs[name] = (
                 engine,
-                Oracle(self._bundles.bundle(checkpoint, capacity=COLD)),
+                Oracle(self._bundles.bundle(checkpoint, capacity=cold)),
             )
         return self._pairs[name]
 
-    @staticmethod
-    def _gap(name: str, text: Label) -> float:
+    def _gap(self, name: str, text: Label) -> float:
         """The narrowest cut of any top-k in the float64 twin's run of a text."""
         config = tiny_config(name)
-        return forward(config, random_tensors(config, SEED), text).smallest_gap
+        return forward(config, random_tensors(config, SEED), text, self._pinned).smallest_gap

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -57,6 +59,14 @@ MaxStepOption = Annotated[
 RewindOption = Annotated[
     int,
     typer.Option(min=0, help="Tokens that can be taken back from a sequence for free."),
+]
+PinnedOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="First tokens of each sequence whose raw rows stay and are seen by every later "
+        "token. Not the published model: only 0 gives its answers.",
+    ),
 ]
 SelectOption = Annotated[
     Select,
@@ -124,6 +134,7 @@ def command(
     sequences: SequencesOption = 1,
     max_step: MaxStepOption = 128,
     rewind: RewindOption = 8,
+    pinned: PinnedOption = 0,
     select: SelectOption = Select.GATHER,
     experts: ExpertsOption = Experts.CHOSEN,
     gather: GatherOption = RowRead.ROWS,
@@ -142,7 +153,6 @@ def command(
     Example: cachegraph export tiny:deepseek_v4 out/tiny --dialect ort
     """
     _check_places(places, preset, no_weights)
-    sizes = None if static is None else [parse_size(text) for text in static]
     options = ExportOptions(
         dialect=dialect,
         weights=weights,
@@ -154,25 +164,42 @@ def command(
         index_cache=index_cache,
         draft=draft,
         capacity=Capacity(
-            context=context, sequences=sequences, max_step=max_step, rewind=rewind
+            context=context,
+            sequences=sequences,
+            max_step=max_step,
+            rewind=rewind,
+            pinned=pinned,
         ),
     )
+    written = _write(preset or places[0], places[-1], options, static, overwrite, bool(preset))
+    if as_json:
+        print_json({"bundle": str(written)})
+    else:
+        note(f"wrote {written}")
+
+
+def _write(
+    model: str,
+    out: str,
+    options: ExportOptions,
+    static: Sequence[str] | None,
+    overwrite: bool,
+    is_preset: bool,
+) -> Path:
+    """Export a checkpoint or a preset and show how far it is."""
+    sizes = None if static is None else [parse_size(text) for text in static]
     from cachegraph.graphgen import StaticSize, export, export_preset
 
     with staged_progress() as progress:
-        run = export_preset if preset else export
-        out = run(
-            preset or places[0],
-            places[-1],
+        run = export_preset if is_preset else export
+        return run(
+            model,
+            out,
             options,
             static=None if sizes is None else [StaticSize(*size) for size in sizes],
             overwrite=overwrite,
             progress=progress,
         )
-    if as_json:
-        print_json({"bundle": str(out)})
-    else:
-        note(f"wrote {out}")
 
 
 def _check_places(places: list[str], preset: str | None, no_weights: bool) -> None:
