@@ -25,7 +25,7 @@ def model_source(
     return ModelSource(
         family="deepseek_v4",
         config=to_dict(config),
-        contract=contract(config, options.capacity, options.cache_types),
+        contract=contract(config, options.capacity, options.cache_types, options.raw),
         planners=planner_specs(config, options.capacity),
         ladder=ladder(config, options.capacity),
         sentinels=SENTINELS,
