@@ -75,6 +75,7 @@ class ExportOptions:
     cache: CacheType = CacheType.F32
     index_cache: CacheType = CacheType.F32
     raw: RowSharing = RowSharing.PER_STREAM
+    draft: bool = True  # the MTP block too, where the checkpoint has one
     capacity: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:

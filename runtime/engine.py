@@ -20,29 +20,20 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegraph.models.buckets import Bucket
+from cachegraph.models.contract import EMBEDDINGS, LOGITS
 from cachegraph.models.errors import (
     BatchError,
-    CachegraphError,
-    CapacityError,
     ConfigError,
-    StepError,
     UsageError,
 )
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch, check_batch
-from cachegraph.runtime.binding import (
-    Binder,
-    BoundCall,
-    CpuBinder,
-    CudaBinder,
-    bind_call,
-)
+from cachegraph.runtime.binding import Binder, BoundCall, CpuBinder, CudaBinder
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
+from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.coupled import decoupled
-from cachegraph.runtime.generate import Event, GenerateOptions, generate
-from cachegraph.runtime.interrupts import interrupts_held
+from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.ort import (
     DeviceName,
@@ -52,14 +43,13 @@ from cachegraph.runtime.ort import (
     open_session,
     pick_device,
 )
-from cachegraph.runtime.padding import Filler
-from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
+from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.split import UBatch, split_batch
+from cachegraph.runtime.steps import StepRunner
 from cachegraph.runtime.store import SequenceStore
 from cachegraph.runtime.text import TextCodec
 
 Logits = NDArray[np.float32]
-LOGITS = "logits"
 _LOG = logging.getLogger(__name__)
 
 
@@ -87,12 +77,11 @@ class Engine:
         self.manifest = manifest
         self.device = device
         self._contract = manifest.contract
-        self._session = session
-        self._binder = binder
         self._store = SequenceStore(manifest, binder)
-        self._sizes = StepSizes.of(manifest.planners, self._contract)
-        self._filler = Filler(self._contract, manifest.planners)
-        self._calls: dict[Bucket, BoundCall] = {}
+        self._graph = GraphPart(
+            session, binder, self._contract, manifest.planners, self._store.caches
+        )
+        self._steps = StepRunner(manifest, self._graph, self._store.table, self._committed)
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_verified = False
@@ -115,6 +104,7 @@ class Engine:
         spinning: bool = True,
         optimization: Optimization = "all",
         memory_budget: int | None = None,
+        draft: bool = False,
     ) -> Engine:
         """Open a bundle.
 
@@ -136,7 +126,8 @@ class Engine:
         ort = load_onnxruntime()
         options = SessionOptions(threads=threads, spinning=spinning, optimization=optimization)
         where = pick_device(ort, device)
-        session = open_session(ort, folder, manifest, where, options)
+        path = folder / manifest.template
+        session = open_session(ort, path, manifest.contract, manifest, where, options)
         binder: Binder = CpuBinder(ort) if where == "cpu" else CudaBinder(ort)
         engine = cls(folder, manifest, session, binder, where)
         _LOG.info(report.line())
@@ -146,7 +137,7 @@ class Engine:
     def provider(self) -> str:
         """The ONNX Runtime execution provider that runs."""
         self._check_open()
-        return str(self._session.get_providers()[0])
+        return str(self._graph.session.get_providers()[0])
 
     @property
     def memory(self) -> MemoryReport:
@@ -157,6 +148,20 @@ class Engine:
     def num_sequences(self) -> int:
         """How many sequences the caches hold."""
         return self.manifest.capacity.sequences
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` may be called."""
+        return False
+
+    def draft(
+        self,
+        pending: Mapping[int, int],
+        count: int | Mapping[int, int],
+        choose: Callable[[int, NDArray[Any]], int],
+    ) -> dict[int, list[int]]:
+        """Refused: this engine has no drafter."""
+        raise UsageError("this engine cannot draft")
 
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""
@@ -176,13 +181,16 @@ class Engine:
         Raises BatchError or CapacityError before anything has changed. StepError when a graph call
         failed: earlier calls stand, the sequences in that call are dropped, and the error says so.
         """
-        with self._in_use():
-            self._check(batch, self._store.table.cells.next_positions())
-            batch = decoupled(batch, self._store.table.tokens)
-            ubatches = split_batch(batch, self.manifest.ladder)
-            if len(ubatches) > 1:  # a single one is checked when it is planned
-                self._store.table.cells.check_room(ubatches)
-            return self._run_all(batch, ubatches, progress)
+        return self._run(batch, LOGITS, progress)
+
+    def embed(
+        self, batch: Batch, progress: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Like `decode`, but returns the final normed hidden states, float32 [n, hidden size].
+
+        They are what the head turns into logits; a row for each token that wants logits.
+        """
+        return self._run(batch, EMBEDDINGS, progress)
 
     def reserve(self, *, streams: int, step: int, context: int, all_rows: bool = False) -> int:
         """Allocate and bind the buffers of the worst step of this size; returns their bytes.
@@ -200,7 +208,7 @@ class Engine:
                 closes=tuple(spec.kind for spec in specs.compressors),
                 all_rows=all_rows,
             )
-            call = self._bound(bucket, 0)
+            call = self._graph.bound(bucket)
             buffers = (*call.inputs.values(), *call.results.values())
             return sum(buffer.array.nbytes for buffer in buffers)
 
@@ -376,9 +384,9 @@ class Engine:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
         self.checkpoints.close()
-        self._calls.clear()
+        self._graph.calls.clear()
         self._store.caches.clear()
-        self._session = None
+        self._graph.session = None
 
     def __enter__(self) -> Engine:
         return self
@@ -391,6 +399,21 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _run(
+        self, batch: Batch, result: str, progress: Callable[[int, int], None] | None
+    ) -> NDArray[np.float32]:
+        with self._in_use():
+            self._check(batch, self._store.table.cells.next_positions())
+            batch = decoupled(batch, self._store.table.tokens)
+            ubatches = split_batch(batch, self.manifest.ladder)
+            if len(ubatches) > 1:  # a single one is checked when it is planned
+                self._store.table.cells.check_room(ubatches)
+            return self._steps.run(batch, ubatches, result, progress)
+
+    def _committed(self, ubatch: UBatch, call: BoundCall) -> None:
+        """Tell those who remember more of a step than the sequence table does."""
+        self.checkpoints.note(ubatch)
+
     def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
         """`check_batch` with the sizes of this bundle."""
         check_batch(
@@ -400,71 +423,6 @@ class Engine:
             sequences=self.num_sequences,
             next_positions=next_positions,
         )
-
-    def _run_all(
-        self,
-        batch: Batch,
-        ubatches: Sequence[UBatch],
-        progress: Callable[[int, int], None] | None,
-    ) -> Logits:
-        row_of = np.cumsum(batch.wants_logits) - 1  # row in the result of each wanted token
-        count = int(batch.wants_logits.sum())
-        result = np.empty((count, self.manifest.vocab_size), np.float32)
-        done = 0
-        for ubatch in ubatches:
-            with interrupts_held():
-                plan, logits = self._step(ubatch, done, batch)
-            wanted = plan.wanted_rows
-            result[row_of[ubatch.source[wanted]]] = logits[: wanted.size]
-            done += ubatch.tokens.size
-            if progress is not None:
-                progress(done, batch.tokens.size)
-        return result
-
-    def _step(self, ubatch: UBatch, done: int, batch: Batch) -> tuple[StepPlan, Logits]:
-        """Plan, pad, run and commit one ubatch."""
-        plan = plan_step(self._sizes, self._store.table.cells, ubatch)
-        bucket = pick_bucket(self.manifest.planners, self.manifest.ladder, plan)
-        call = self._bound(bucket, done)
-        self._filler.fill(call.dims, plan, call.arrays)
-        for buffer in call.inputs.values():
-            self._binder.push(buffer)
-        try:
-            self._session.run_with_iobinding(call.binding)
-        except Exception as error:
-            raise self._dropped(ubatch, done, error) from error
-        self._store.table.commit(plan.reservation, ubatch)
-        self.checkpoints.note(ubatch)
-        if not plan.wanted_rows.size:  # nothing to bring back from the device
-            return plan, np.empty((0, self.manifest.vocab_size), np.float32)
-        return plan, self._binder.pull(call.results[LOGITS])
-
-    def _dropped(self, ubatch: UBatch, done: int, error: Exception) -> CachegraphError:
-        """The graph may have written state rows of these sequences: they are forgotten."""
-        for seq in ubatch.streams:
-            self._store.table.clear(seq)
-        kept = {s: n for s, n in self._store.table.cells.next_positions().items() if n}
-        lengths = ", ".join(f"{s}: {n}" for s, n in kept.items()) or "none"
-        return StepError(
-            f"a graph call failed after {done} tokens of the batch were in; sequences "
-            f"{list(ubatch.streams)} were dropped, tokens held by the others: {lengths}; "
-            f"ONNX Runtime says: {(str(error).splitlines() or [repr(error)])[0]}"
-        )
-
-    def _bound(self, bucket: Bucket, done: int) -> BoundCall:
-        """The bound buffers of a bucket, made at its first use."""
-        if bucket not in self._calls:
-            dims = self.manifest.dims(bucket)
-            try:
-                self._calls[bucket] = bind_call(
-                    self._session, self._binder, self._contract, self._store.caches, dims
-                )
-            except MemoryError as error:
-                raise CapacityError(
-                    f"no memory for the buffers of bucket {bucket.name}, {done} tokens of the "
-                    "batch are in; send fewer tokens at once or ask for fewer logits"
-                ) from error
-        return self._calls[bucket]
 
     def _check_open(self) -> None:
         if self._is_closed:

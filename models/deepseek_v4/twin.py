@@ -68,9 +68,10 @@ class LayerRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinRun:
-    """A whole run: logits [T, vocab] and every layer's record."""
+    """A whole run: logits [T, vocab], the last layer's streams [T, M, D], every layer's record."""
 
     logits: Floats
+    streams: Floats
     layers: tuple[LayerRun, ...]
 
     @property
@@ -103,7 +104,8 @@ def forward(
         layers.append(run)
     collapsed = hyper_head(config, tensors, streams)
     normed = rms_norm(collapsed, config.rms_norm_eps, tensors.floats("norm.weight"))
-    return TwinRun(logits=tensors.linear(normed, "head"), layers=tuple(layers))
+    logits = tensors.linear(normed, "head")
+    return TwinRun(logits=logits, streams=streams, layers=tuple(layers))
 
 
 def run_layer(

@@ -84,9 +84,9 @@ def test_reserved_buffers_serve_the_worst_step(engines: Engines) -> None:
     engine = engines.get("csa_only")
     reserved = engine.reserve(streams=2, step=4, context=40)
     assert reserved > 0
-    calls = len(engine._calls)
+    calls = len(engine._graph.calls)
     assert engine.reserve(streams=2, step=4, context=40) == reserved
-    assert len(engine._calls) == calls
+    assert len(engine._graph.calls) == calls
     with pytest.raises(CapacityError, match="streams"):
         engine.reserve(streams=99, step=1, context=4)
 

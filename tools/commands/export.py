@@ -121,6 +121,13 @@ StaticOption = Annotated[
         "given several times. Default: decode and the longest prefill at full context.",
     ),
 ]
+DraftOption = Annotated[
+    bool,
+    typer.Option(
+        help="Write the draft graph of the MTP block too, where the checkpoint has one. Without "
+        "it the main graph gives no residual streams, and nothing can draft."
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
 ]
@@ -142,6 +149,7 @@ def command(
     cache: CacheOption = CacheType.F32,
     index_cache: IndexCacheOption = CacheType.F32,
     raw: RawOption = RowSharing.PER_STREAM,
+    draft: DraftOption = True,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -152,11 +160,7 @@ def command(
 
     Example: cachegraph export tiny:deepseek_v4 out/tiny --dialect ort
     """
-    if bool(preset) != no_weights:
-        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
-    if len(places) != (1 if preset else 2):
-        wanted = "OUT" if preset else "CHECKPOINT OUT"
-        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
+    _check_places(places, preset, no_weights)
     options = ExportOptions(
         dialect=dialect,
         weights=weights,
@@ -167,6 +171,7 @@ def command(
         cache=cache,
         index_cache=index_cache,
         raw=raw,
+        draft=draft,
         capacity=Capacity(
             context=context,
             sequences=sequences,
@@ -204,3 +209,11 @@ def _write(
             overwrite=overwrite,
             progress=progress,
         )
+
+
+def _check_places(places: list[str], preset: str | None, no_weights: bool) -> None:
+    if bool(preset) != no_weights:
+        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
+    if len(places) != (1 if preset else 2):
+        wanted = "OUT" if preset else "CHECKPOINT OUT"
+        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
