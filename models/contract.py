@@ -98,18 +98,27 @@ class CachePart(StrEnum):
     SCALES = "scales"  # of a quantised cache: one for each block of a row
 
 
+class RowSharing(StrEnum):
+    """Who owns the rows of a cache kind."""
+
+    PER_STREAM = "per_stream"  # each stream its own block
+    UNIFIED = "unified"  # one pool: a row belongs to any number of sequences
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLayout:
-    """Rows of one cache kind: streams first, then sentinels, then spare rows.
+    """Rows of one cache kind: those of streams first, then sentinels, then spare rows.
 
-    Stream s owns rows [s * rows_per_stream, (s + 1) * rows_per_stream). Sentinels have a fixed
-    meaning and no owner; spare rows take padded writes and are never read.
+    Stream s owns rows [s * rows_per_stream, (s + 1) * rows_per_stream); where these are unified,
+    they are one pool of as many, and no stream has more than rows_per_stream of them. Sentinels
+    have a fixed meaning and no owner; spare rows take padded writes and are never read.
     """
 
     rows_per_stream: int
     streams: int
     sentinels: tuple[str, ...] = ()
     spare_rows: int = 0
+    sharing: RowSharing = RowSharing.PER_STREAM
 
     @property
     def live_rows(self) -> int:

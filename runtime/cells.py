@@ -7,7 +7,9 @@ and needs no undo. Knows nothing of compressed rows, which are addressed by posi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -74,8 +76,10 @@ class CellTable:
                 "sequence; send fewer at once"
             )
         rows = self.rows_of(sequences, ubatch.positions)
-        self._check_hidden(rows)
-        return Reservation(rows=rows, positions=ubatch.positions, sequences=sequences)
+        self._check_hidden(sequences, rows)
+        return Reservation(
+            rows=self._writable(rows), positions=ubatch.positions, sequences=sequences
+        )
 
     def after(self, reservation: Reservation) -> CellView:
         """The table as it would be after `commit`, as a copy."""
@@ -90,9 +94,7 @@ class CellTable:
 
     def check_room(self, ubatches: Iterable[UBatch]) -> None:
         """CapacityError unless all ubatches of a batch can be placed one after another."""
-        trial = CellTable(self.layout, self.raw)
-        trial._positions, trial._members = self._positions.copy(), self._members.copy()
-        trial._ends = self._ends.copy()
+        trial = self._trial()
         for ubatch in ubatches:
             trial.commit(trial.reserve(ubatch))
 
@@ -105,9 +107,9 @@ class CellTable:
     def truncate(self, sequence: int, position: int) -> None:
         """Give back the cells of a sequence from `position` on."""
         for span in self._spans(position, self.next_position(sequence)):
-            rows = _shifted(span, self.layout.base(sequence))
+            rows = self._rows(sequence, span)
             self._members[sequence, rows] = False
-            self._positions[rows] = EMPTY
+            self._forget(rows)
         self._ends[sequence] = position
 
     def holds(self, sequence: int, first: int, end: int) -> bool:
@@ -115,7 +117,7 @@ class CellTable:
         if end - max(first, self.raw.pinned) > self.ring:
             return False
         for span in self._spans(first, end):
-            rows = _shifted(span, self.layout.base(sequence))
+            rows = self._rows(sequence, span)
             held = self._positions[rows]
             if (
                 not self._members[sequence, rows].all()
@@ -165,6 +167,26 @@ class CellTable:
         self._members[target, places] = True
         self._ends[target] = self._ends[source]
 
+    def _trial(self) -> Self:
+        """A copy to plan on."""
+        trial = copy(self)
+        trial._positions, trial._members = self._positions.copy(), self._members.copy()
+        trial._ends = self._ends.copy()
+        return trial
+
+    def _writable(self, rows: IntArray) -> IntArray:
+        """Rows that may take the positions to be written, given those that their slots have."""
+        return rows
+
+    def _rows(self, sequence: int, span: slice) -> slice | IntArray:
+        """The rows of a stream's offsets."""
+        base = self.layout.base(sequence)
+        return slice(base + span.start, base + span.stop)
+
+    def _forget(self, rows: slice | IntArray) -> None:
+        """Empty rows that a sequence has left, where no other owns them."""
+        self._positions[rows] = EMPTY
+
     def _offsets(self, positions: IntArray) -> IntArray:
         """Rows of positions, counted from the start of a stream."""
         pinned = self.raw.pinned
@@ -186,14 +208,15 @@ class CellTable:
             if start + count > self.ring:
                 yield slice(pinned, pinned + start + count - self.ring)
 
-    def _check_hidden(self, rows: IntArray) -> None:
+    def _check_hidden(self, sequences: IntArray, rows: IntArray) -> None:
+        """CapacityError where a sequence still sees the row that it would give up, [T] each."""
         held = self._positions[rows]
-        near = held > (self._ends - self.raw.window)[:, None]
-        seen = self._members[:, rows] & (near | (held < self.raw.pinned))
+        near = held > self._ends[sequences] - self.raw.window
+        seen = self._members[sequences, rows] & (near | (held < self.raw.pinned))
         if seen.any():
-            sequence, column = (int(i) for i in np.argwhere(seen)[0])
+            at = int(seen.argmax())
             raise CapacityError(
-                f"raw row {rows[column]} holds position {held[column]} of sequence {sequence}, "
+                f"raw row {rows[at]} holds position {held[at]} of sequence {sequences[at]}, "
                 f"which its window of {self.raw.window} still sees; send fewer tokens at once"
             )
 
@@ -201,7 +224,3 @@ class CellTable:
 def _place(positions: IntArray, members: BoolArray, reservation: Reservation) -> None:
     positions[reservation.rows] = reservation.positions
     members[reservation.sequences, reservation.rows] = True
-
-
-def _shifted(span: slice, base: int) -> slice:
-    return slice(base + span.start, base + span.stop)

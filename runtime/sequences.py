@@ -16,8 +16,9 @@ from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.errors import CapacityError, RewindError, StateFileError
 from cachegraph.models.planner_specs import PlannerSpecs
 from cachegraph.runtime.batch import IntArray
-from cachegraph.runtime.cells import CellTable, Reservation
+from cachegraph.runtime.cells import Reservation
 from cachegraph.runtime.split import UBatch
+from cachegraph.runtime.unified_cells import cell_table
 
 
 @dataclass(slots=True)
@@ -63,7 +64,7 @@ class SequenceTable:
         self._contract = contract
         self._compressors = specs.compressors
         self._raw = specs.raw
-        self.cells = CellTable(contract.layout(CacheKind.RAW), specs.raw)
+        self.cells = cell_table(contract.layout(CacheKind.RAW), specs.raw)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
         self._edits = [(0, "")] * self.cells.layout.streams
 
@@ -247,8 +248,9 @@ class SequenceTable:
     def slots_for(
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
     ) -> StoredRows:
-        """Where saved rows of a sequence go here; the oldest of them may find no room.
+        """The saved rows that a sequence would have here; the oldest of them may find no room.
 
+        In a unified cache raw rows get their places when the sequence is `restored`.
         CapacityError where the context is too short, StateFileError where a row is missing that
         the sequence needs.
         """
@@ -274,7 +276,7 @@ class SequenceTable:
         return self._rows_at(seq_id, length, raw, states)
 
     def restored(self, seq_id: int, rows: StoredRows, tokens: Sequence[int]) -> None:
-        """Make a sequence what was saved; its rows are in place."""
+        """Make a sequence what was saved; `stored` then says where its rows go."""
         self.clear(seq_id)
         self.cells.place(seq_id, 0, rows.raw_pinned)
         self.cells.place(seq_id, rows.raw_first, rows.length)

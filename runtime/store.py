@@ -22,7 +22,7 @@ from cachegraph.runtime.saved import (
     read_state,
     write_state,
 )
-from cachegraph.runtime.saved_rows import check_placement, collect
+from cachegraph.runtime.saved_rows import Placed, check_placement, collect
 from cachegraph.runtime.sequences import SequenceTable
 
 
@@ -126,13 +126,21 @@ class SequenceStore:
             self._manifest.capacity.context,
         )
         with interrupts_held():
-            for slot, rows, values, ids in placed:
-                self.table.clear(slot)
-                for spec in self._contract.caches:
-                    cache = self.caches[spec.name]
-                    self._binder.write_rows(cache, rows.rows[spec.kind], values[spec.name])
-                self.table.restored(slot, rows, ids)
+            for one in placed:
+                self._put(one)
         return dict(targets)
+
+    def _put(self, placed: Placed) -> None:
+        """Replace what a slot holds; a device that fails half-way leaves the slot empty."""
+        self.table.restored(placed.slot, placed.rows, placed.tokens)
+        rows = self.table.stored(placed.slot).rows
+        try:
+            for spec in self._contract.caches:
+                cache = self.caches[spec.name]
+                self._binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
+        except BaseException:
+            self.table.clear(placed.slot)
+            raise
 
     def _cut_at(self, seq_id: int, first: int, end: int) -> int:
         """The length a sequence has after `remove`; RewindError for a range in the middle."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cachegraph.models.contract import Dim, Padding, RowLayout, TensorRow
+from cachegraph.models.contract import CacheKind, Dim, Padding, RowLayout, TensorRow
 from cachegraph.models.manifest import GraphFile, Manifest
 from cachegraph.runtime.memory import memory_report
 from cachegraph.tools.text_table import byte_words, columns
@@ -55,7 +55,8 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 def _planner_words(manifest: Manifest) -> str:
     raw = manifest.planners.raw
     pinned = f", {raw.pinned} pinned" if raw.pinned else ""
-    words = [f"raw (window {raw.window}{pinned})"]
+    sharing = manifest.layouts[CacheKind.RAW].sharing.value
+    words = [f"raw (window {raw.window}{pinned}, {sharing} rows)"]
     for spec in manifest.planners.compressors:
         served = " and ".join(kind.value for kind, _ in spec.serves)
         how = "overlapping" if spec.overlap else "not overlapping"

@@ -38,7 +38,11 @@ def model_source(
         family="deepseek_v4",
         config=to_dict(config),
         contract=contract(
-            config, options.capacity, options.cache_types, with_streams=with_draft
+            config,
+            options.capacity,
+            options.cache_types,
+            options.raw,
+            with_streams=with_draft,
         ),
         planners=planner_specs(config, options.capacity),
         ladder=ladder(config, options.capacity),

@@ -26,6 +26,7 @@ from cachegraph.models.contract import (
     Planner,
     Role,
     RowLayout,
+    RowSharing,
     TensorRow,
     cache_rows,
 )
@@ -144,7 +145,9 @@ def largest_bucket(config: DeepseekV4Config, capacity: Capacity) -> Bucket:
     )
 
 
-def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, RowLayout]:
+def layouts(
+    config: DeepseekV4Config, capacity: Capacity, raw: RowSharing = RowSharing.PER_STREAM
+) -> dict[CacheKind, RowLayout]:
     """The row layout of every cache kind that some layer has.
 
     Spare rows are as many as the largest bucket can pad: each padded write has its own.
@@ -162,6 +165,7 @@ def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, Row
             streams=capacity.sequences,
             sentinels=_sentinels(kind),
             spare_rows=spare[kind],
+            sharing=raw if kind is CacheKind.RAW else RowSharing.PER_STREAM,
         )
         for kind in CacheKind
         if kind in present
@@ -184,10 +188,13 @@ def cache_width(config: DeepseekV4Config, kind: CacheKind) -> int:
 
 
 def caches(
-    config: DeepseekV4Config, capacity: Capacity, types: CacheTypes
+    config: DeepseekV4Config,
+    capacity: Capacity,
+    types: CacheTypes,
+    raw: RowSharing = RowSharing.PER_STREAM,
 ) -> tuple[CacheSpec, ...]:
     """Every cache of the model, layer by layer. ConfigError for a width that a type cannot hold."""
-    by_kind = layouts(config, capacity)
+    by_kind = layouts(config, capacity, raw)
     return tuple(
         spec
         for layer, layer_kind in enumerate(config.layer_kinds)
@@ -202,6 +209,7 @@ def contract(
     config: DeepseekV4Config,
     capacity: Capacity,
     types: CacheTypes | None = None,
+    raw: RowSharing = RowSharing.PER_STREAM,
     *,
     with_streams: bool = False,
 ) -> Contract:
@@ -209,7 +217,7 @@ def contract(
 
     with_streams: the graph also gives the residual streams, which a draft graph starts from.
     """
-    specs = caches(config, capacity, types or CacheTypes())
+    specs = caches(config, capacity, types or CacheTypes(), raw)
     plans = raw_rows()
     for kind in compressor_kinds(config):
         plans += _compressor_rows(config, kind)

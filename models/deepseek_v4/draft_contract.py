@@ -40,7 +40,7 @@ from cachegraph.models.planner_specs import PlannerSpecs
 
 
 def draft_planners(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:
-    """The planners of the draft graph: raw rows only, without pinned ones."""
+    """The planners of the draft graph: raw rows only, and none of them pinned."""
     return planner_specs(config.draft, replace(capacity, pinned=0))
 
 
@@ -52,7 +52,7 @@ def draft_ladder(config: DeepseekV4Config, capacity: Capacity) -> BucketLadder:
 def draft_caches(
     config: DeepseekV4Config, capacity: Capacity, types: CacheTypes
 ) -> tuple[CacheSpec, ...]:
-    """The raw cache, numbered as the layer behind the main ones."""
+    """The raw cache, numbered as the layer behind the main ones; each stream has its own rows."""
     own = caches(config.draft, replace(capacity, pinned=0), types)
     return tuple(replace(spec, layer=config.num_layers) for spec in own)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from support.fuzz import SHARES, Fuzz, Score, draw
 
+from cachegraph.models.contract import RowSharing
+
 pytestmark = pytest.mark.r3
 
 SEED, PROGRAMS = 1, 150
@@ -31,8 +33,14 @@ def test_programs_of_sequence_edits_equal_cold_runs(tmp_path: Path) -> None:
     assert {name: n for name, n in score.outcomes.items() if n >= 20}.keys() >= OUTCOMES
 
 
-def test_so_they_do_with_pinned_rows(tmp_path: Path) -> None:
-    fuzz, score = Fuzz(tmp_path, pinned=3), Score()
+@pytest.mark.parametrize(
+    ("pinned", "raw"),
+    [(3, RowSharing.PER_STREAM), (0, RowSharing.UNIFIED), (2, RowSharing.UNIFIED)],
+)
+def test_so_they_do_with_pinned_and_shared_rows(
+    tmp_path: Path, pinned: int, raw: RowSharing
+) -> None:
+    fuzz, score = Fuzz(tmp_path, pinned=pinned, raw=raw), Score()
     for number in range(30):
         fuzz.play(SEED, number, score)
     fuzz.close()

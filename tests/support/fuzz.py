@@ -21,7 +21,7 @@ from support.sessions import Logits, Oracle, needed_rows
 from support.tiny import random_tensors, tiny_config
 
 from cachegraph.models.capacity import Capacity
-from cachegraph.models.contract import CacheKind
+from cachegraph.models.contract import CacheKind, RowSharing
 from cachegraph.models.deepseek_v4.twin import forward
 from cachegraph.models.errors import (
     BatchError,
@@ -201,7 +201,10 @@ class Play:
         widths = {}
         for spec in self.engine.manifest.contract.caches:
             widths[spec.kind] = widths.get(spec.kind, 0) + spec.width * 4
-        assert moved == sum(widths[kind] for kind, _ in held.rows), "bytes of a copy"
+        is_shared = self.engine.manifest.layouts[CacheKind.RAW].sharing is RowSharing.UNIFIED
+        left = {CacheKind.RAW} if is_shared else set()
+        bytes_of = sum(widths[kind] for kind, _ in held.rows if kind not in left)
+        assert moved == bytes_of, "bytes of a copy"
 
     def _remove(self, operation: Operation) -> None:
         """Any range, of one sequence or of all."""
@@ -392,11 +395,13 @@ class Score:
 class Fuzz:
     """Engines and oracles of the models, and programs played on them.
 
-    pinned: first positions that every later token sees.
+    pinned: first positions that every later token sees. raw: how raw rows are owned.
     """
 
-    def __init__(self, root: Path, *, pinned: int = 0) -> None:
-        self._root, self._pinned = root, pinned
+    def __init__(
+        self, root: Path, *, pinned: int = 0, raw: RowSharing = RowSharing.PER_STREAM
+    ) -> None:
+        self._root, self._pinned, self._raw = root, pinned, raw
         self._bundles = Bundles(root / "bundles")
         self._pairs: dict[str, tuple[Engine, Oracle]] = {}
 
@@ -438,7 +443,7 @@ class Fuzz:
         if name not in self._pairs:
             checkpoint = self._bundles.checkpoint(name, seed=SEED)
             hot, cold = (replace(size, pinned=self._pinned) for size in (CAPACITY, COLD))
-            engine = open_engine(self._bundles.bundle(checkpoint, capacity=hot))
+            engine = open_engine(self._bundles.bundle(checkpoint, capacity=hot, raw=self._raw))
             self._pairs[name] = (
                 engine,
                 Oracle(self._bundles.bundle(checkpoint, capacity=cold)),

@@ -14,6 +14,7 @@ import pytest
 from support.bundles import Bundles, open_engine
 from support.engines import text
 
+from cachegraph.models.contract import CacheKind, RowSharing
 from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.batch import Batch
 from cachegraph.runtime.continuation import GenerateOptions
@@ -228,3 +229,17 @@ def test_export_leaves_the_mtp_block_out_when_told(
         assert run("export", checkpoint, out, "--context", "40", *flags)[0] == 0
         assert (read_manifest(out).draft is not None) is has_draft
         assert (out / "draft.onnx").is_file() is has_draft
+
+
+def test_export_takes_pinned_rows_and_a_unified_raw_cache(tmp_path: Path, run: Run) -> None:
+    options = ("--pinned", "3", "--raw", "unified", "--context", "64")
+    code, _, _ = run("export", "tiny:deepseek_v4", tmp_path / "out", *options)
+    assert code == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.capacity.pinned, manifest.planners.raw.pinned) == (3, 3)
+    assert manifest.layouts[CacheKind.RAW].sharing is RowSharing.UNIFIED
+    _, shown, _ = run("inspect", tmp_path / "out")
+    assert "3 pinned, unified rows" in shown
+    code, _, err = run("export", "tiny:deepseek_v4", tmp_path / "no", "--raw", "both")
+    assert (code, (tmp_path / "no").exists()) == (2, False)
+    assert "per_stream" in err

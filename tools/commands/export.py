@@ -10,6 +10,7 @@ import typer
 
 from cachegraph.models.cache_types import CacheType
 from cachegraph.models.capacity import Capacity
+from cachegraph.models.contract import RowSharing
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import (
     Dialect,
@@ -95,6 +96,12 @@ CacheOption = Annotated[
 IndexCacheOption = Annotated[
     CacheType, typer.Option(help="Form of the indexer's keys, as --cache has them.")
 ]
+RawOption = Annotated[
+    RowSharing,
+    typer.Option(
+        help="Raw rows: a block for each sequence, or one pool that copies of a sequence share."
+    ),
+]
 PresetOption = Annotated[
     str | None,
     typer.Option(
@@ -141,6 +148,7 @@ def command(
     scatter: ScatterOption = RowWrite.ND,
     cache: CacheOption = CacheType.F32,
     index_cache: IndexCacheOption = CacheType.F32,
+    raw: RawOption = RowSharing.PER_STREAM,
     draft: DraftOption = True,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
@@ -162,6 +170,7 @@ def command(
         scatter=scatter,
         cache=cache,
         index_cache=index_cache,
+        raw=raw,
         draft=draft,
         capacity=Capacity(
             context=context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -172,3 +173,11 @@ def test_flash_drafts_with_2_percent_of_the_weights() -> None:
     block = sum(prod(spec.shape) for spec in TABLE.values())
     main = sum(prod(spec.shape) for spec in tensor_table(FLASH))
     assert 0.02 < block / main < 0.025
+
+
+def test_the_draft_pins_no_rows_and_shares_none() -> None:
+    """Pinned and unified rows are the main graph's; the block's own window is as it was."""
+    config = tiny.tiny_config()
+    pinned = replace(CAPACITY, pinned=3)
+    assert draft_planners(config, pinned) == draft_planners(config, CAPACITY)
+    assert draft_contract(config, pinned) == draft_contract(config, CAPACITY)
