@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegraph.models.contract import EMBEDDINGS, LOGITS
+from cachegraph.models.contract import EMBEDDINGS, LOGITS, STREAMS
 from cachegraph.models.errors import (
     BatchError,
     ConfigError,
@@ -33,6 +33,7 @@ from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
 from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.coupled import decoupled
+from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.ort import (
@@ -71,6 +72,7 @@ class Engine:
         session: Any,
         binder: Binder,
         device: Literal["cpu", "cuda"],
+        draft_session: Any = None,
     ) -> None:
         """Use `Engine.load`. Allocates every cache; nothing is kept where one cannot be had."""
         self.folder = folder
@@ -78,8 +80,14 @@ class Engine:
         self.device = device
         self._contract = manifest.contract
         self._store = SequenceStore(manifest, binder)
+        results = {LOGITS, EMBEDDINGS}
+        if draft_session is not None:
+            self._store.drafter = Drafter.open(
+                manifest, draft_session, binder, self._store.table
+            )
+            results.add(STREAMS)
         self._graph = GraphPart(
-            session, binder, self._contract, manifest.planners, self._store.caches
+            session, binder, self._contract, manifest.planners, self._store.caches, results
         )
         self._steps = StepRunner(manifest, self._graph, self._store.table, self._committed)
         self._lock = threading.Lock()
@@ -115,12 +123,14 @@ class Engine:
             spinning: whether idle threads burn CPU to answer sooner.
             optimization: disable, basic, extended, layout or all.
             memory_budget: most bytes the caches may take; more is refused before any is allocated.
+            draft: open the draft graph too, so that `draft` may be called. It holds raw rows and a
+                session of its own.
 
         Raises ContractError for what is no bundle or needs a newer ONNX Runtime, DependencyError
         where ONNX Runtime is missing, DeviceError, CapacityError.
         """
-        folder, manifest = open_bundle(Path(bundle))
-        report = memory_report(manifest.contract)
+        folder, manifest = open_bundle(Path(bundle), draft=draft)
+        report = memory_report(manifest.contract, draft=manifest.draft if draft else None)
         if memory_budget is not None:
             report.check_budget(memory_budget)
         ort = load_onnxruntime()
@@ -128,8 +138,13 @@ class Engine:
         where = pick_device(ort, device)
         path = folder / manifest.template
         session = open_session(ort, path, manifest.contract, manifest, where, options)
+        draft_session = None
+        if draft and manifest.draft is not None:
+            path = folder / manifest.draft.template
+            contract = manifest.draft.contract
+            draft_session = open_session(ort, path, contract, manifest, where, options)
         binder: Binder = CpuBinder(ort) if where == "cpu" else CudaBinder(ort)
-        engine = cls(folder, manifest, session, binder, where)
+        engine = cls(folder, manifest, session, binder, where, draft_session)
         _LOG.info(report.line())
         return engine
 
@@ -142,7 +157,12 @@ class Engine:
     @property
     def memory(self) -> MemoryReport:
         """Bytes of the caches and of the prepared checkpoint, by kind, layer and device."""
-        return memory_report(self._contract, self.device, self.checkpoints.num_bytes)
+        return memory_report(
+            self._contract,
+            self.device,
+            self.checkpoints.num_bytes,
+            self.manifest.draft if self.can_draft else None,
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -152,7 +172,7 @@ class Engine:
     @property
     def can_draft(self) -> bool:
         """Whether `draft` may be called."""
-        return False
+        return self._store.drafter is not None
 
     def draft(
         self,
@@ -160,8 +180,28 @@ class Engine:
         count: int | Mapping[int, int],
         choose: Callable[[int, NDArray[Any]], int],
     ) -> dict[int, list[int]]:
-        """Refused: this engine has no drafter."""
-        raise UsageError("this engine cannot draft")
+        """Draft what may follow sequences; returns up to `count` token ids for each.
+
+        Args:
+            pending: the token that follows each sequence, chosen and not decoded yet.
+            count: tokens to draft, for all sequences or by id; 1 to the rewind budget.
+            choose: called for every draft with the sequence and its draft logits, float32
+                [vocab], which the next call overwrites; returns the token.
+
+        What is drafted binds nobody: decode `pending` and the drafts behind it, and `remove` those
+        that you reject. A sequence whose newest streams are not known (none decoded since it was
+        restored from an engine that did not draft) gets none. UsageError where the engine was
+        opened without drafting; BatchError, ConfigError or CapacityError for what cannot be asked.
+        """
+        with self._in_use():
+            if self._store.drafter is None:
+                raise UsageError(
+                    "this engine cannot draft; load a bundle that has a draft block with draft=True"
+                )
+            for seq_id in pending:
+                self._store.check_id(seq_id)
+            counts = count if isinstance(count, Mapping) else dict.fromkeys(pending, count)
+            return self._store.drafter.draft(pending, counts, choose)
 
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""
@@ -385,7 +425,7 @@ class Engine:
         self._is_closed = True
         self.checkpoints.close()
         self._graph.calls.clear()
-        self._store.caches.clear()
+        self._store.close()
         self._graph.session = None
 
     def __enter__(self) -> Engine:
@@ -413,6 +453,9 @@ class Engine:
     def _committed(self, ubatch: UBatch, call: BoundCall) -> None:
         """Tell those who remember more of a step than the sequence table does."""
         self.checkpoints.note(ubatch)
+        if self._store.drafter is not None:
+            streams = self._graph.result(call, STREAMS)
+            self._store.drafter.note(ubatch, streams, call.dims["P"])
 
     def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
         """`check_batch` with the sizes of this bundle."""

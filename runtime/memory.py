@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.cache_types import CacheType, type_of
-from cachegraph.models.contract import CacheKind, CachePart, CacheSpec, Contract
+from cachegraph.models.contract import CARRIED, CacheKind, CachePart, CacheSpec, Contract
 from cachegraph.models.errors import CapacityError
+from cachegraph.models.manifest import DraftEntry
 from cachegraph.models.plan_fields import NO_PREVIOUS
 from cachegraph.runtime.binding import no_memory
 from cachegraph.runtime.checkpoint_book import Mode
@@ -72,11 +73,12 @@ class MemoryReport:
     def breakdown(self) -> dict[str, dict[str, int]]:
         """Bytes by device, then by cache kind and kind of checkpoint copy.
 
-        Copies live on the device of the state they copy, but for those of mode `host`.
+        Copies live on the device of the state they copy, but for those of mode `host` and the
+        streams that a drafter carries.
         """
         found = {self.device: {kind.value: size for kind, size in self.by_kind.items()}}
         for copy, size in self.copies.items():
-            where = _HOST if copy == Mode.HOST else self.device
+            where = _HOST if copy in (Mode.HOST, CARRIED) else self.device
             found.setdefault(where, {})[copy] = size
         return found
 
@@ -103,25 +105,35 @@ class MemoryReport:
 
 
 def memory_report(
-    contract: Contract, device: str = _HOST, copies: Mapping[str, int] | None = None
+    contract: Contract,
+    device: str = _HOST,
+    copies: Mapping[str, int] | None = None,
+    draft: DraftEntry | None = None,
 ) -> MemoryReport:
-    """What a contract's caches take, beside the copies of a checkpoint."""
+    """What a contract's caches take, beside the copies of a checkpoint.
+
+    draft: the draft graph, where it is open; its raw rows and carried streams are counted too.
+    """
     by_layer: dict[int, dict[CacheKind, int]] = {}
     rows: dict[CacheKind, tuple[int, CacheType]] = {}
     spare = 0
-    for spec in contract.caches:
+    caches, copied = contract.caches, dict(copies or {})
+    streams = max((spec.layout.streams for spec in caches), default=0)
+    if draft is not None:
+        caches += draft.contract.caches
+        copied[CARRIED] = draft.hidden.num_bytes * streams
+    for spec in caches:
         kinds = by_layer.setdefault(spec.layer, {})
         kinds[spec.kind] = kinds.get(spec.kind, 0) + spec.num_bytes
         if spec.part is CachePart.VALUES:
             rows[spec.kind] = (spec.layout.rows_per_stream, type_of(spec.dtype))
         idle = spec.layout.rows - spec.layout.live_rows
         spare += idle * spec.width * spec.dtype.itemsize
-    streams = max((spec.layout.streams for spec in contract.caches), default=0)
     return MemoryReport(
         by_layer=by_layer,
         spare=spare,
         rows=rows,
         streams=streams,
         device=device,
-        copies=dict(copies or {}),
+        copies=copied,
     )

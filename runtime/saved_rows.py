@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.contract import CARRIED, CacheKind, Contract
 from cachegraph.models.errors import CapacityError, StateFileError
+from cachegraph.models.manifest import DraftEntry
 from cachegraph.runtime.binding import Binder, Buffer
 from cachegraph.runtime.saved import (
     Description,
@@ -98,6 +99,32 @@ def check_placement(
         }
         placed.append(Placed(slot, rows, values, tokens.tolist()))
     return placed
+
+
+def check_draft(
+    path: Path, saved: SavedSequence, tensors: Mapping[str, Rows], entry: DraftEntry
+) -> None:
+    """StateFileError unless the draft part of a saved sequence is whole and agrees with it."""
+    draft = saved.draft
+    if draft is None:
+        return
+    if not (
+        draft.first <= draft.end == saved.length
+        and draft.raw_first <= draft.paired <= draft.end
+    ):
+        raise StateFileError(
+            f"{path}: sequence {saved.seq_id}: its draft part {draft} does not fit {saved.length} "
+            "tokens; save it again"
+        )
+    widths = {CARRIED: entry.hidden.width} | {c.name: c.width for c in entry.contract.caches}
+    for name, width in widths.items():
+        count = draft.end - draft.first if name == CARRIED else draft.paired - draft.raw_first
+        shape = _tensor(path, tensors, rows_name(saved.seq_id, name)).shape
+        if shape != (count, width):
+            raise StateFileError(
+                f"{path}: {rows_name(saved.seq_id, name)} has shape {shape}, wanted "
+                f"{(count, width)}; save the sequence again"
+            )
 
 
 def _newest(path: Path, stored: Rows, shape: tuple[int, int], pinned: int) -> Rows:

@@ -177,12 +177,7 @@ class SequenceTable:
 
         Cut back to where the sequence can stand, and to leave one token to decode.
         """
-        held = self._histories[seq_id].tokens
-        common = 0
-        for mine, theirs in zip(held, tokens, strict=False):
-            if mine != theirs:
-                break
-            common += 1
+        common = common_prefix(self._histories[seq_id].tokens, tokens)
         position = min(common, len(tokens) - 1)
         while position > 0 and not self.can_stand(seq_id, position):
             position -= 1
@@ -320,6 +315,19 @@ class SequenceTable:
     def _move(self, kind: CacheKind, source: int, target: int, offsets: IntArray) -> RowMove:
         layout = self._contract.layout(kind)
         return RowMove(kind, layout.base(source) + offsets, layout.base(target) + offsets)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share. Halves the span that differs, comparing slices."""
+    one, other = tuple(one), tuple(other)
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _ranges(values: Iterable[int]) -> tuple[range, ...]:
