@@ -47,7 +47,7 @@ def train(
 ) -> list[LogRow]:
     """Train in place until the budget is used; returns the log, whose last row is the end."""
     probes = TrainingProbes(model)
-    optimizer = _optimizer(model, recipe)
+    optimizer = optimizer_of(model, recipe)
     random = np.random.default_rng(seed)
     rows: list[LogRow] = []
     step, phase = 0, None
@@ -115,7 +115,7 @@ def _batch(stream: Ids, phase: Phase, random: Generator) -> Tensor:
     return torch.from_numpy(np.stack([stream[s : s + phase.tokens + 1] for s in starts]))
 
 
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW with decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
