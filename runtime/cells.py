@@ -113,19 +113,22 @@ class CellTable:
         self._ends[sequence] = position
 
     def holds(self, sequence: int, first: int, end: int) -> bool:
-        """Whether every position from `first` to `end` - 1 has a cell of the sequence."""
-        if end - max(first, self.raw.pinned) > self.ring:
+        """Whether every position from `first` to `end` - 1 has a cell of the sequence.
+
+        Cells are taken and lost in the order of their positions, so that those behind the oldest
+        of a run are held where that one is.
+        """
+        if first >= end:
+            return True
+        oldest = max(first, self.raw.pinned)
+        if end > self.next_position(sequence) or end - oldest > self.ring:
             return False
-        for span in self._spans(first, end):
-            rows = self._rows(sequence, span)
-            held = self._positions[rows]
-            if (
-                not self._members[sequence, rows].all()
-                or held.min() < first
-                or held.max() >= end
-            ):
-                return False
-        return True
+        runs = {first, oldest} if oldest < end else {first}
+        return all(self._holds(sequence, position) for position in runs)
+
+    def _holds(self, sequence: int, position: int) -> bool:
+        row = self.rows_of(sequence, np.array([position]))[0]
+        return bool(self._positions[row] == position and self._members[sequence, row])
 
     def first_held(self, sequence: int) -> int:
         """The first position behind the pinned ones from which on all are held.
