@@ -16,7 +16,9 @@ from cachegraph.models.errors import ConfigError
 class Grouping(StrEnum):
     """Which tokens of a sequence form a pool."""
 
-    ORDER = "order"  # k tokens that follow each other in the sequence, whatever their positions
+    ORDER = (
+        "order"  # k tokens that follow each other in the sequence, whatever their positions
+    )
     POSITION = "position"  # k consecutive positions, counted from the sequence's first one
 
 
@@ -96,7 +98,9 @@ def new_pools(pool: int, tokens: int, sequences: int, limit: int) -> int:
     return max(1, min(tokens // pool + sequences, limit))
 
 
-def pooled_dims(spec: PooledSpec, bucket: Bucket, cells: int, sequences: int) -> dict[str, int]:
+def pooled_dims(
+    spec: PooledSpec, bucket: Bucket, cells: int, sequences: int
+) -> dict[str, int]:
     """The dimensions of a call that the pooled plan adds; `pooled_formulas` says them in words.
 
     The bucket's context rung counts pools; cells: those of a stream; sequences: that the cache has.

@@ -6,8 +6,8 @@ the cache.
 
 By order, a token's slot is its rank. By position, it is its position counted from the sequence's
 first one, or the next free slot where a repeat has taken that: a missing position leaves a hole. A
-pool is k ranks whose slots are consecutive and start at a multiple of k, so that a group with a hole
-has none (what the reference of the family that groups so does with a hole in its mask).
+pool is k ranks whose slots are consecutive and start at a multiple of k: a group with a hole has
+none, as with a hole in the mask of the model that groups so.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PoolLayout:
 
     def ranks(self, positions: IntArray, orders: IntArray) -> IntArray:
         """Ranks of tokens that the sequence holds, told by position and insertion number."""
-        ranks = self.positions.searchsorted(positions)
+        ranks: IntArray = self.positions.searchsorted(positions)
         ends = self.positions.searchsorted(positions, side="right")
         for at in (ends - ranks > 1).nonzero()[0].tolist():
             low, high = int(ranks[at]), int(ends[at])
@@ -89,7 +89,8 @@ def grouped(values: IntArray, starts: IntArray, size: int) -> IntArray:
     count = starts.size
     if not count or (starts[0] == 0 and starts[-1] == (count - 1) * size):
         return values[: count * size].reshape(count, size)
-    return values[starts[:, None] + np.arange(size)]
+    parts: IntArray = values[starts[:, None] + np.arange(size)]
+    return parts
 
 
 def build_layout(cells: PoolCells, sequence: int, size: int, grouping: Grouping) -> PoolLayout:

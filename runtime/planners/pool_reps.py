@@ -89,6 +89,6 @@ class _Holders:
                 self._made.add(row)
                 return row, is_made
         raise PlanError(
-            f"pool plan: new_pool_rep: every row of {members}, a pool of sequence {sequence}, holds "
-            "another pool's key; give the sequence rows of its own; the graph was not run"
+            f"pool plan: new_pool_rep: every row of {members}, a pool of sequence {sequence}, "
+            "holds another pool's key; give the sequence rows of its own; the graph was not run"
         )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cachegraph.models.pooled_spec import Grouping, PooledSpec
-from cachegraph.runtime.batch import BoolArray, IntArray, SeqIds
+from cachegraph.models.pooled_spec import PooledSpec
+from cachegraph.runtime.batch import IntArray, SeqIds
 from cachegraph.runtime.planners.pool_layout import (
     NO_ROW,
     PoolCells,
@@ -49,14 +49,14 @@ class PoolTokens:
 class PooledPlan:
     """Logical lists for n tokens and m pools, b of them made anew.
 
-    k_idxs: [n] row that takes each token. pool_cells: [m] row that holds each pool's key, pools of
-    sequence after sequence. pool_idxs: [m, k] members, counted from the start of their stream;
-    `sentinel` for sequences of other streams than the step's. mask_start, mask_n: [n] the pools that
-    each token sees. tail_idxs: [n, k - 1] rows after its last complete pool, newest first, counted
-    as above, `sentinel` for none. new_pools: [b] numbers of the pools made anew; new_pool_idxs:
-    [b, k] rows of their members; new_pool_rep: [b] row that takes the key, distinct; new_pool_pos:
-    [b, 3] positions t, y and x of the first member. layouts: what success makes the layouts of all
-    sequences.
+    k_idxs: [n] row that takes each token. pool_cells: [m] row that holds each pool's key, sequence
+    after sequence. pool_idxs: [m, k] members, counted from the start of their stream; `sentinel`
+    for sequences of other streams than the step's. mask_start, mask_n: [n] the pools that each
+    token sees. tail_idxs: [n, k - 1] newest tokens up to this one, as many as are left when all up
+    to it are cut into groups of k, newest first, counted as above; `sentinel` for none. new_pools:
+    [b] numbers of the pools made anew; new_pool_idxs: [b, k] rows of their members; new_pool_rep:
+    [b] row that takes the key, distinct; new_pool_pos: [b, 3] positions t, y and x of the first
+    member. layouts: those of all sequences once the step has succeeded.
     """
 
     k_idxs: IntArray
@@ -124,7 +124,7 @@ def _layouts(
     layouts: Layouts,
     stale: Mapping[int, int],
 ) -> dict[int, Keyed]:
-    """The layout of every sequence that has cells, by id, and which of its keys are in the cache."""
+    """The layout of every sequence that has cells, by id, and which keys it lacks."""
     counts = np.count_nonzero(cells.members, axis=1)
     none = np.zeros(0, np.int64)
     keyed = {}

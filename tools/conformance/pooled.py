@@ -7,12 +7,13 @@ ours is `refused`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from cachegraph.models.errors import CachegraphError, PlanError
+from cachegraph.models.errors import PlanError
 from cachegraph.models.pooled_spec import (
     Grouping,
     Liveness,
@@ -23,6 +24,7 @@ from cachegraph.models.pooled_spec import (
     new_pools,
 )
 from cachegraph.runtime.planners.pool_layout import PoolLayout
+from cachegraph.runtime.planners.pool_validate import validate_pool_tokens, validate_pooled
 from cachegraph.runtime.planners.pooled import PooledPlan, PoolTokens, plan_pooled
 from cachegraph.runtime.stale import StaleMarks
 from cachegraph.tools.conformance.pooled_cells import EMPTY, Cells, Part, parse_parts
@@ -72,9 +74,7 @@ class PooledReplayer:
         steps = self._record["steps"]
         ops = self._record["ops"][: len(steps)]
         return [
-            {"op": op["op"]}
-            | handlers[op["op"]](op, step)
-            | {"stale_after": self._marks()}
+            {"op": op["op"]} | handlers[op["op"]](op, step) | {"stale_after": self._marks()}
             for op, step in zip(ops, steps, strict=True)
         ]
 
@@ -85,49 +85,53 @@ class PooledReplayer:
     def _batch(self, op: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
         out: dict[str, Any] = {"stale": self._marks()}
         parts = parse_parts(op, step)
+        before = (copy.deepcopy(self.cells), copy.deepcopy(self.stale), self.layouts)
         try:
-            self._check(parts)
-        except CachegraphError:
+            self._check_ids(parts)
+            if not self.cells.has_room(parts):
+                return out | {"status": 2, "ub": []}
+            if parts[0].cells is None:
+                return out | {"status": "no recorded cells"}
+            return out | {"status": 0, "ub": self._ubatches(parts, op.get("abort_at"))}
+        except PlanError:
+            self.cells, self.stale, self.layouts = before
             return out | {"refused": True}
-        if not self.cells.has_room(parts):
-            return out | {"status": 2, "ub": []}
+
+    def _ubatches(self, parts: list[Part], aborted: int | None) -> list[dict[str, Any]]:
         answers = []
         for at, part in enumerate(parts):
             self.cells.place(part)
             plan = self.plan(part)
             answers.append(self._answer(part, plan))
-            if op.get("abort_at") == at:
+            if at == aborted:
                 answers[-1]["aborted"] = True
-            else:
-                self.commit(plan)
-        return out | {"status": 0, "ub": answers}
+                break
+            self.commit(plan)
+        return answers
 
     def plan(self, part: Part) -> PooledPlan:
-        """The plan of a ubatch whose cells are placed."""
-        tokens = PoolTokens(
-            rows=self.cells.rows(part), positions=part.positions, owners=part.owners
-        )
-        return plan_pooled(
-            self.spec,
-            self.cells.view(),
-            tokens,
-            layouts=self.layouts,
-            stale=self.stale.marks(),
-        )
+        """The validated plan of a ubatch whose cells are placed."""
+        view = self.cells.view()
+        rows = self.cells.rows(part)
+        tokens = PoolTokens(rows=rows, positions=part.positions, owners=part.owners)
+        validate_pool_tokens(view, tokens)
+        marks = self.stale.marks()
+        plan = plan_pooled(self.spec, view, tokens, layouts=self.layouts, stale=marks)
+        validate_pooled(self.spec, view, tokens, plan)
+        return plan
 
     def commit(self, plan: PooledPlan) -> None:
         """The ubatch was computed."""
         self.layouts = plan.layouts
         self.stale.clear(self.stale.marks())
 
-    def _check(self, parts: list[Part]) -> None:
+    def _check_ids(self, parts: list[Part]) -> None:
+        """What is refused before cells are reserved."""
         if self._given.get("n_swa"):
-            raise PlanError("pooled keys with a sliding window: cells that free themselves")
-        for part in parts:
-            if not all(
-                ids and all(0 <= seq < self.cells.sequences for seq in ids) for ids in part.ids
-            ):
-                raise PlanError("a token belongs to no sequence, or to one out of range")
+            raise PlanError("pooled keys with a sliding window, whose cells free themselves")
+        known = range(self.cells.sequences)
+        if not all(ids and all(seq in known for seq in ids) for p in parts for ids in p.ids):
+            raise PlanError("a token belongs to no sequence, or to one out of range")
 
     def _remove(self, op: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
         sequence, start, end = op["args"]
@@ -168,7 +172,7 @@ class PooledReplayer:
     def sharers(self, sequence: int, start: int, end: int) -> list[int]:
         """Other sequences that own one of a sequence's cells in a range."""
         rows = self.cells.touched(sequence, start, end)
-        owners = self.cells.members[:, rows].any(axis=1).nonzero()[0].tolist()
+        owners = np.flatnonzero(self.cells.members[:, rows].any(axis=1)).tolist()
         return [seq for seq in owners if seq != sequence]
 
     def _clear(self, op: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,9 +244,7 @@ class PooledReplayer:
             "j_next": layout.resume,
         }
 
-    def _pools(
-        self, part: Part, plan: PooledPlan, count: int, exposed: int
-    ) -> dict[str, Any]:
+    def _pools(self, part: Part, plan: PooledPlan, count: int, exposed: int) -> dict[str, Any]:
         """Padding pools: the dummy cell, and members that stand for none."""
         sequence = part.ids[0][0]
         layout = plan.layouts[sequence]

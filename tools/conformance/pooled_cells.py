@@ -20,7 +20,7 @@ _END = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One ubatch: positions [n], places [n, 3], the ids of each token, the cells recorded for it.
+    """One ubatch: positions [n], places y and x [n, 2], ids and recorded cells of each token.
 
     cells: [stream of the ubatch][token], None where the record has none.
     """
@@ -42,13 +42,11 @@ class Part:
 
 
 def parse_parts(op: Mapping[str, Any], step: Mapping[str, Any]) -> list[Part]:
-    """The ubatches of a batch up to one that is not computed, with their recorded cells."""
+    """The ubatches of a batch, with their recorded cells: none from where the record ends."""
     recorded = step.get("ub", [])
-    given = op["ubatches"]
-    given = given[: op["abort_at"] + 1] if "abort_at" in op else given
     return [
         _part(part, recorded[at]["sinfo"]["idxs"] if at < len(recorded) else None)
-        for at, part in enumerate(given)
+        for at, part in enumerate(op["ubatches"])
     ]
 
 
@@ -58,7 +56,7 @@ def _part(given: Mapping[str, Any], cells: list[list[int]] | None) -> Part:
     columns = [np.array(given.get(axis, none), np.int64) for axis in ("y", "x")]
     return Part(
         positions=positions,
-        places=np.stack([positions, *columns], axis=1),
+        places=np.stack(columns, axis=1),
         ids=tuple(tuple(ids) for count, ids in given["seq"] for _ in range(count)),
         cells=cells,
     )
@@ -73,18 +71,18 @@ class Cells:
         self.sequences: int = max(1, given["n_seq_max"])
         rows = self.size * (1 if self.is_unified else self.sequences)
         self.positions = np.full(rows, EMPTY, np.int64)
-        self.places = np.zeros((rows, 3), np.int64)
+        self.places = np.zeros((rows, 2), np.int64)
         self.orders = np.zeros(rows, np.int64)
         self.members = np.zeros((self.sequences, rows), np.bool_)
         self._inserted = 0
 
     def view(self) -> PoolCells:
-        """The table as the planner takes it."""
+        """The table as the planner takes it; a moved cell keeps its y and x."""
         return PoolCells(
             positions=self.positions,
             members=self.members,
             orders=self.orders,
-            places=self.places,
+            places=np.column_stack((self.positions, self.places)),
             is_unified=self.is_unified,
             cells_per_stream=self.size,
         )

@@ -6,6 +6,7 @@ recorded fields. Nothing else may differ. tests/conformance has a test of each r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -50,7 +51,7 @@ POOLED_RULES = (
     ),
     _rule(
         14,
-        "by position, a block with a gap or a repeat has no pool and none of its tokens in the tail",
+        "by position, tokens of a block with a gap or a repeat see nothing of it",
         "a repeat takes a slot of its own; a group with a hole has no pool; the tail is the newest "
         "visible tokens, as many as are left when they are cut into groups",
     ),
@@ -117,24 +118,34 @@ class _Watch:
     def _refusal(self, op: Mapping[str, Any], step: Mapping[str, Any]) -> int:
         if self._given.get("n_swa"):
             return 19
-        for part in parse_parts(op, step):
-            for ids in part.ids:
-                if not ids or not all(0 <= seq < self._cells.sequences for seq in ids):
-                    return 17
-            if any(len(owners) > 1 and self._differ(part, owners) for owners in part.owners):
-                return 20
-        return 0
+        parts = parse_parts(op, step)
+        known = range(self._cells.sequences)
+        if not all(ids and all(s in known for s in ids) for p in parts for ids in p.ids):
+            return 17
+        return 20 if step.get("status") == 0 and self._parts_ways(parts) else 0
 
-    def _differ(self, part: Part, owners: tuple[int, ...]) -> bool:
-        """Whether the sequences of a coupled token hold different cells, those of the batch too."""
-        sets = {self._cells.members[seq].tobytes() for seq in owners}
-        parted = any(0 < len({*ids} & {*owners}) < len(owners) for ids in part.owners)
-        return len(sets) > 1 or parted
+    def _parts_ways(self, parts: list[Part]) -> bool:
+        """Whether the sequences of a coupled token hold other cells before it."""
+        if all(len(owners) == 1 for part in parts for owners in part.owners):
+            return False
+        trial = copy.deepcopy(self._cells)
+        for part in parts:
+            if part.cells is None:
+                break
+            trial.place(part)
+            for row, owners in zip(trial.rows(part).tolist(), part.owners, strict=True):
+                histories = [_ranked(trial, seq)[0].tolist() for seq in owners]
+                first, *others = [rows[: rows.index(row)] for rows in histories]
+                if any(other != first for other in others):
+                    return True
+        return False
 
     def _batch(
         self, at: int, op: Mapping[str, Any], step: Mapping[str, Any]
     ) -> Iterator[tuple[int, str]]:
         for number, part in enumerate(parse_parts(op, step)):
+            if part.cells is None:
+                break
             where = f"steps[{at}].ub[{number}]"
             is_late = self._is_late(part)
             self._cells.place(part)
@@ -184,7 +195,7 @@ class _Watch:
 
     def _move(self, name: str, sequence: int, start: int, end: int, by: int) -> bool:
         rows = self._cells.touched(sequence, start, end)
-        owners = set(self._cells.members[:, rows].any(axis=1).nonzero()[0].tolist())
+        owners = set(np.flatnonzero(self._cells.members[:, rows].any(axis=1)).tolist())
         others = owners - {sequence}
         self._shared |= others
         is_shift = name == "seq_add"
@@ -197,26 +208,22 @@ class _Watch:
         """Whether a sequence gets a token at a position before one that it holds."""
         for seq in part.sequences:
             mine = self._cells.positions[self._cells.members[seq]]
-            new = [pos for pos, ids in zip(part.positions, part.ids, strict=True) if seq in ids]
+            new = [
+                pos for pos, ids in zip(part.positions, part.ids, strict=True) if seq in ids
+            ]
             if mine.size and min(new) < mine.max():
                 return True
         return False
 
-    def _ranked(self, sequence: int) -> tuple[IntArray, IntArray]:
-        """Rows and positions of a sequence, by position and insertion."""
-        rows = self._cells.members[sequence].nonzero()[0]
-        rows = rows[np.lexsort((self._cells.orders[rows], self._cells.positions[rows]))]
-        return rows, self._cells.positions[rows]
-
     def _has_gap(self, sequence: int) -> bool:
-        return bool((np.diff(self._ranked(sequence)[1]) != 1).any())
+        return bool((np.diff(_ranked(self._cells, sequence)[1]) != 1).any())
 
     def _has_repeat(self, sequence: int) -> bool:
-        return bool((np.diff(self._ranked(sequence)[1]) == 0).any())
+        return bool((np.diff(_ranked(self._cells, sequence)[1]) == 0).any())
 
     def _is_tied(self, sequence: int) -> bool:
         """Whether cells of one position were not filled in ascending order."""
-        rows, positions = self._ranked(sequence)
+        rows, positions = _ranked(self._cells, sequence)
         return bool(((np.diff(positions) == 0) & (np.diff(rows) < 0)).any())
 
     def _meet(self) -> bool:
@@ -230,7 +237,7 @@ class _Watch:
 
     def _pools(self, sequence: int) -> dict[int, list[int]]:
         """Members of each of the originals' pools by their last row, found one by one."""
-        rows, positions = self._ranked(sequence)
+        rows, positions = _ranked(self._cells, sequence)
         size, at = self._size, 0
         found = {}
         while at + size <= rows.size:
@@ -243,3 +250,10 @@ class _Watch:
             else:
                 at += 1
         return found
+
+
+def _ranked(cells: Cells, sequence: int) -> tuple[IntArray, IntArray]:
+    """Rows and positions of a sequence, by position and insertion."""
+    rows = cells.members[sequence].nonzero()[0]
+    rows = rows[np.lexsort((cells.orders[rows], cells.positions[rows]))]
+    return rows, cells.positions[rows]
