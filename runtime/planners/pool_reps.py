@@ -40,7 +40,7 @@ def assign_reps(
     """Layouts with a row for every pool's key, and which pools of all sequences are made anew.
 
     first: sequences whose pools are listed before others' where they are the same. PlanError where
-    more sequences group one row in different ways than a pool has members.
+    every member row of a pool holds another pool's key.
     """
     layouts = {sequence: each.layout for sequence, each in keyed.items()}
     is_new = {s: np.zeros(layout.num_pools, np.bool_) for s, layout in layouts.items()}

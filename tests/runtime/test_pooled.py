@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-import time
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.r0
 
 @pytest.mark.parametrize("grouping", Grouping)
 @pytest.mark.parametrize("is_unified", [True, False])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_programs_read_no_stale_key(
     grouping: Grouping, is_unified: bool, seed: int
 ) -> None:
@@ -176,10 +175,10 @@ def test_a_key_outside_its_pool_is_named(case: Case) -> None:
     cells, tokens, plan = case
     reps = plan.new_pool_rep.copy()
     reps[1] = tokens.rows[0]
+    broken = dataclasses.replace(plan, new_pool_rep=reps)
     with pytest.raises(
         PlanError, match=r"new_pool_rep\[1\]: row \d+ is no member of its pool"
     ):
-        broken = dataclasses.replace(plan, new_pool_rep=reps)
         validate_pooled(pooled_spec(3), cells, tokens, broken)
 
 
@@ -191,18 +190,14 @@ def test_coupled_tokens_need_one_history() -> None:
         world.decode([4, 5], [(0,), (0, 1)])
 
 
-def test_more_groupings_than_members_are_refused() -> None:
-    """Three ways to group one row, two rows to keep the keys in."""
-    world = PoolWorld(pooled_spec(2), sequences=4)
-    world.append(0, 3)
-    for seq, gone in ((1, 0), (2, 1), (3, 2)):
-        world.copy(0, seq)
-        world.remove(seq, gone, gone + 1)
-    world.append(0, 1)
+def test_a_pool_without_a_row_for_its_key_is_refused() -> None:
+    """One sequence keeps keys in the rows of tokens 1 and 3, the other would pool just these."""
+    world = PoolWorld(pooled_spec(2), sequences=2)
+    world.append(0, 4)
     world.copy(0, 1)
-    world.remove(1, 1, 3)
-    with pytest.raises(PlanError, match="give the sequence rows of its own"):
-        for seq in (2, 3):
-            world.copy(0, seq)
-            world.remove(seq, seq - 2, seq)
-            world.append(0, 1)
+    world.remove(1, 0, 1)
+    world.remove(1, 2, 3)
+    with pytest.raises(
+        PlanError, match="a pool of sequence 1, holds another pool's key; give"
+    ):
+        world.append(0, 1)

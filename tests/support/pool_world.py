@@ -1,7 +1,7 @@
 """A dictionary of cells that plans pooled steps and judges each plan by what every row holds.
 
-Cells are plain records, pools are found one by one, keys are the members they were made from. Shares
-no code with the planner but the types it takes.
+Cells are plain records, pools are found one by one, keys are the members they were made from.
+Shares no code with the planner but the types it takes.
 """
 
 from __future__ import annotations
