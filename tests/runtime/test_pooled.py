@@ -115,6 +115,37 @@ def test_a_spec_whose_budget_is_no_multiple_is_refused() -> None:
         dataclasses.replace(pooled_spec(3), budget=7)
 
 
+def test_a_token_of_another_stream_is_refused() -> None:
+    world = PoolWorld(pooled_spec(3), sequences=2, is_unified=False)
+    tokens = world.place([0], [(1,)])
+    world.cells[int(tokens.rows[0])].owners.add(0)
+    shared = dataclasses.replace(tokens, owners=((0, 1),))
+    with pytest.raises(
+        PlanError, match=r"\(0, 1\) share a token, but their streams are separate"
+    ):
+        validate_pool_tokens(world.view(), shared)
+    strayed = dataclasses.replace(tokens, owners=((0,),))
+    with pytest.raises(PlanError, match="row 60 is not of the stream of sequence 0"):
+        validate_pool_tokens(world.view(), strayed)
+
+
+def test_a_row_reserved_twice_is_refused() -> None:
+    world = PoolWorld(pooled_spec(3), sequences=1)
+    tokens = world.place([0, 1], [(0,)] * 2)
+    twice = dataclasses.replace(tokens, rows=tokens.rows[[0, 0]])
+    with pytest.raises(PlanError, match=r"k_idxs\[1\]: row 0 is written twice, first at 0"):
+        validate_pool_tokens(world.view(), twice)
+
+
+def test_a_cell_moved_without_a_mark_has_its_pool_made_anew() -> None:
+    """Keys are rotated at positions: a pool is known by those too."""
+    world = PoolWorld(pooled_spec(3), sequences=1)
+    world.append(0, 7)
+    for _, cell in world.of(0)[5:]:
+        cell.position += 1
+    assert world.decode([6], [(0,)]).new_pools.tolist() == [1]
+
+
 Case = tuple[PoolCells, PoolTokens, PooledPlan]
 
 
