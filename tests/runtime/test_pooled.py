@@ -140,10 +140,9 @@ def test_a_row_reserved_twice_is_refused() -> None:
 def test_a_cell_moved_without_a_mark_has_its_pool_made_anew() -> None:
     """Keys are rotated at positions: a pool is known by those too."""
     world = PoolWorld(pooled_spec(3), sequences=1)
-    world.append(0, 7)
-    for _, cell in world.of(0)[5:]:
-        cell.position += 1
-    assert world.decode([6], [(0,)]).new_pools.tolist() == [1]
+    world.decode([0, 2, 4, 6, 7, 9], [(0,)] * 6)
+    world.of(0)[1][1].position = 3
+    assert world.decode([8], [(0,)]).new_pools.tolist() == [0, 1]
 
 
 Case = tuple[PoolCells, PoolTokens, PooledPlan]
