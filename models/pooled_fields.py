@@ -28,7 +28,7 @@ class PooledFields(NamedTuple, Generic[V]):
     new_pool_pos: V
 
 
-class PooledInput(NamedTuple):
+class PlanInput(NamedTuple):
     """One plan input but for its name: shape, padding and meaning."""
 
     shape: tuple[Dim, ...]
@@ -36,28 +36,28 @@ class PooledInput(NamedTuple):
     meaning: str
 
 
-POOLED_INPUTS = PooledFields[PooledInput](
-    k_idxs=PooledInput(("T",), Padding.SPARE, "row that takes each token"),
-    pool_cells=PooledInput(("NG",), Padding.LAST, "row that holds the key of each pool"),
-    pool_idxs=PooledInput(
+POOLED_INPUTS = PooledFields[PlanInput](
+    k_idxs=PlanInput(("T",), Padding.SPARE, "row that takes each token"),
+    pool_cells=PlanInput(("NG",), Padding.LAST, "row that holds the key of each pool"),
+    pool_idxs=PlanInput(
         ("NG", "G"),
         Padding.SENTINEL,
         "members of each pool, counted from the start of their stream; the sentinel, which is the "
         "number of cells of a stream, stands for none",
     ),
-    mask_start=PooledInput(("T",), Padding.ZERO, "first pool that each token sees"),
-    mask_n=PooledInput(("T",), Padding.ZERO, "pools that each token sees"),
-    tail_idxs=PooledInput(
+    mask_start=PlanInput(("T",), Padding.ZERO, "first pool that each token sees"),
+    mask_n=PlanInput(("T",), Padding.ZERO, "pools that each token sees"),
+    tail_idxs=PlanInput(
         ("T", "L"),
         Padding.SENTINEL,
         "rows after each token's last complete pool, newest first, counted from the start of its "
         "stream",
     ),
-    new_pool_idxs=PooledInput(
+    new_pool_idxs=PlanInput(
         ("BG", "G"), Padding.LAST, "rows of the members of each pool made anew"
     ),
-    new_pool_rep=PooledInput(("BG",), Padding.SPARE, "row that takes its key"),
-    new_pool_pos=PooledInput(
+    new_pool_rep=PlanInput(("BG",), Padding.SPARE, "row that takes its key"),
+    new_pool_pos=PlanInput(
         ("BG", 3), Padding.ZERO, "positions t, y and x of its first member"
     ),
 )

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, TypeVar
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.contract import Padding, RowLayout
 from cachegraph.models.errors import ConfigError
-from cachegraph.models.pooled_fields import PooledInput
+from cachegraph.models.pooled_fields import PlanInput
 
 V = TypeVar("V")
 
@@ -64,15 +64,15 @@ class RecurrentFields(NamedTuple, Generic[V]):
     n_tokens: V
 
 
-RECURRENT_INPUTS = RecurrentFields[PooledInput](
-    state_read_idxs=PooledInput(
+RECURRENT_INPUTS = RecurrentFields[PlanInput](
+    state_read_idxs=PlanInput(
         ("S",), Padding.SENTINEL, "row of the state that each stream starts from"
     ),
-    state_write_src_idxs=PooledInput(
+    state_write_src_idxs=PlanInput(
         ("S", "KR"), Padding.LAST, "tokens of T after which states are kept"
     ),
-    state_write_dst_idxs=PooledInput(("S", "KR"), Padding.SPARE, "rows that take them"),
-    n_tokens=PooledInput(
+    state_write_dst_idxs=PlanInput(("S", "KR"), Padding.SPARE, "rows that take them"),
+    n_tokens=PlanInput(
         ("S",), Padding.ZERO, "tokens of each stream; later ones change no state"
     ),
 )
