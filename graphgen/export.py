@@ -17,11 +17,11 @@ import onnx_ir as ir
 
 from cachegraph.graphgen.deepseek_v4.source import model_source
 from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
-from cachegraph.graphgen.source import ModelSource
+from cachegraph.graphgen.source import DraftSource, ModelSource
 from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
 from cachegraph.graphgen.template import OPSET, Template, build_template
-from cachegraph.graphgen.weights.parameter import Read
-from cachegraph.graphgen.weights.reader import open_checkpoint
+from cachegraph.graphgen.weights.parameter import Read, Weight
+from cachegraph.graphgen.weights.reader import holds_draft, open_checkpoint
 from cachegraph.graphgen.weights.writer import (
     WeightsLayout,
     attach,
@@ -35,6 +35,7 @@ from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.manifest import (
     MANIFEST_NAME,
+    DraftEntry,
     Exporter,
     GraphFile,
     Manifest,
@@ -48,6 +49,7 @@ from cachegraph.models.shipped import resolve
 from cachegraph.models.version import VERSION
 
 TEMPLATE_NAME = "template.onnx"
+DRAFT_NAME = "draft.onnx"
 WEIGHTS_NAME = "weights.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MIN_ONNXRUNTIME = "1.31.0"  # the oldest version the kernels and tie rules were measured on
@@ -76,11 +78,12 @@ def export(
     options = options or ExportOptions()
     folder = resolve(str(checkpoint))
     config = load_config(folder)
+    with_draft = options.draft and holds_draft(folder)
 
     def open_read() -> Read:
-        return open_checkpoint(folder, config).read
+        return open_checkpoint(folder, config, with_draft=with_draft).read
 
-    source = model_source(config, options, open_read)
+    source = model_source(config, options, open_read, with_draft=with_draft)
     tokenizer = [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
     return _export(source, Path(out), options, static, overwrite, progress, tokenizer, True)
 
@@ -100,7 +103,9 @@ def export_preset(
     def open_read() -> Read:
         raise AssertionError("a preset has no weights to read")
 
-    source = model_source(preset_config(preset), options, open_read)
+    config = preset_config(preset)
+    with_draft = options.draft and config.num_nextn_layers > 0
+    source = model_source(config, options, open_read, with_draft=with_draft)
     return _export(source, Path(out), options, static, overwrite, progress, [], False)
 
 
@@ -123,19 +128,30 @@ def _export(
     read = source.open_read() if with_weights else None
     with _staging(out, overwrite) as folder:
         report("graph", 0, 1)
-        template = build_template(source.emit, source.contract, name=source.family)
-        layout = plan_layout(template.weights)
-        attach(template.weights, layout, WEIGHTS_NAME)
-        proto = ir.to_proto(template.model)
-        onnx.save(proto, folder / TEMPLATE_NAME)
+        templates = _build_templates(source)
+        weights = [weight for built in templates.values() for weight in built.weights]
+        layout = plan_layout(weights)
+        attach(weights, layout, WEIGHTS_NAME)
+        protos = {name: ir.to_proto(built.model) for name, built in templates.items()}
+        for name, proto in protos.items():
+            onnx.save(proto, folder / name)
         report("graph", 1, 1)
-        graphs = _write_static(proto, source, buckets, folder, report)
-        weights = _write_weights(folder, template, layout, read, report) if read else None
-        for file in tokenizer:
-            shutil.copyfile(file, folder / file.name)
-        names = [file.name for file in tokenizer]
-        write_manifest(folder, _manifest(source, options, graphs, weights, names))
+        graphs = _write_static(protos[TEMPLATE_NAME], source, buckets, folder, report)
+        file = _write_weights(folder, weights, layout, read, report) if read else None
+        for path in tokenizer:
+            shutil.copyfile(path, folder / path.name)
+        names = [path.name for path in tokenizer]
+        write_manifest(folder, _manifest(source, options, graphs, file, names))
     return out
+
+
+def _build_templates(source: ModelSource) -> dict[str, Template]:
+    """The templates by file name, the main one first: the draft's may use bytes of its weights."""
+    name, draft = source.family, source.draft
+    built = {TEMPLATE_NAME: build_template(source.emit, source.contract, name=name)}
+    if draft is not None:
+        built[DRAFT_NAME] = build_template(draft.emit, draft.contract, name=f"{name}_draft")
+    return built
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
@@ -201,7 +217,11 @@ def _write_static(
 
 
 def _write_weights(
-    folder: Path, template: Template, layout: WeightsLayout, read: Read, report: Progress
+    folder: Path,
+    weights: Sequence[Weight],
+    layout: WeightsLayout,
+    read: Read,
+    report: Progress,
 ) -> WeightsFile:
     total, done = layout.num_bytes - len(layout.header), 0
 
@@ -212,7 +232,8 @@ def _write_weights(
 
     report("weights", 0, total)
     path = folder / WEIGHTS_NAME
-    digest = write_weights(path, layout, template.recipes, read, count)
+    recipes = dict.fromkeys(weight.recipe for weight in weights)
+    digest = write_weights(path, layout, recipes, read, count)
     return WeightsFile(
         file=WEIGHTS_NAME,
         num_bytes=layout.num_bytes,
@@ -252,4 +273,18 @@ def _manifest(
         bos_token_id=source.bos_token_id,
         eos_token_ids=source.eos_token_ids,
         vocab_size=source.vocab_size,
+        draft=_draft_entry(source.draft) if source.draft else None,
+    )
+
+
+def _draft_entry(draft: DraftSource) -> DraftEntry:
+    return DraftEntry(
+        template=DRAFT_NAME,
+        planners=draft.planners,
+        dimensions=formulas(draft.planners),
+        ladder=draft.ladder,
+        layouts=cache_layouts(draft.contract),
+        caches=cache_entries(draft.contract),
+        tensors=draft.contract.rows,
+        hidden=draft.hidden,
     )

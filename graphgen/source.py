@@ -9,8 +9,19 @@ from typing import Literal
 from cachegraph.graphgen.template import Emit
 from cachegraph.graphgen.weights.parameter import Read
 from cachegraph.models.buckets import BucketLadder
-from cachegraph.models.contract import Contract
+from cachegraph.models.contract import CarriedSpec, Contract
 from cachegraph.models.planner_specs import PlannerSpecs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSource:
+    """The draft graph of a model. Its weights may share bytes with the main graph's."""
+
+    contract: Contract
+    planners: PlannerSpecs
+    ladder: BucketLadder
+    hidden: CarriedSpec
+    emit: Emit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,4 +43,5 @@ class ModelSource:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     emit: Emit
+    draft: DraftSource | None
     open_read: Callable[[], Read]

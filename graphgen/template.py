@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxscript import GraphBuilder, OpBuilder
 
 from cachegraph.graphgen.cache_ops import ONNX_TYPES
-from cachegraph.graphgen.weights.parameter import Recipe, Weight
+from cachegraph.graphgen.weights.parameter import Weight
 from cachegraph.models.contract import Contract, TensorRow
 from cachegraph.models.errors import GraphBuildError
 
@@ -27,11 +27,6 @@ class Template:
 
     model: ir.Model
     weights: tuple[Weight, ...]
-
-    @property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """The distinct recipes of the weights, in graph order."""
-        return tuple(dict.fromkeys(weight.recipe for weight in self.weights))
 
 
 def build_template(emit: Emit, contract: Contract, *, name: str) -> Template:

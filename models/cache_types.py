@@ -102,6 +102,11 @@ def cache_specs(
     )
 
 
+def type_of(values: DType) -> CacheType:
+    """The type of a cache by how its values are stored."""
+    return next((form for form, dtype in _FLOATS.items() if dtype is values), CacheType.Q8_0)
+
+
 def check_raw_types(raw: Mapping[str, Any], where: str) -> None:
     """ContractError for a type outside the lists in a decoded manifest: kind, type, allowed types.
 

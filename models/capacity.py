@@ -12,6 +12,7 @@ _BOUNDS = {
     "sequences": (1, 2**12),
     "max_step": (1, 2**14),
     "rewind": (0, 2**12),
+    "pinned": (0, 2**14),
 }
 
 
@@ -21,13 +22,16 @@ class Capacity:
 
     context: positions 0 .. context-1 of each sequence. sequences: streams in every cache.
     max_step: the largest number of tokens of one sequence in one graph call. rewind: tokens that
-    can be taken back from the end of a sequence without copying anything.
+    can be taken back from the end of a sequence without copying anything. pinned: first positions
+    of each sequence whose raw rows are kept for good and seen by every later token; the published
+    model has none, so that its answers are owed for 0 only.
     """
 
     context: int = 4096
     sequences: int = 1
     max_step: int = 128
     rewind: int = 8
+    pinned: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

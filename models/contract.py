@@ -17,6 +17,12 @@ from cachegraph.models.errors import ContractError
 
 Dim = int | str
 
+# Results that a host asks for by name, whatever the family.
+LOGITS = "logits"
+EMBEDDINGS = "embeddings"
+STREAMS = "streams"  # of every token: what a draft graph starts from
+CARRIED = "carried"  # of a draft graph: the streams of the position before each token
+
 
 class DType(StrEnum):
     """Element types of graph inputs, outputs and caches, spelled as numpy and ONNX spell them."""
@@ -43,6 +49,7 @@ class Role(StrEnum):
 
     BATCH = "batch"  # tokens, positions, rows whose logits are wanted
     PLAN = "plan"  # index lists, written by a planner in every step
+    CARRIED = "carried"  # rows of an earlier call's result, written by the host
     CACHE = "cache"  # a cache buffer, bound once as input and as output
     RESULT = "result"  # read by the host after the step
 
@@ -91,18 +98,27 @@ class CachePart(StrEnum):
     SCALES = "scales"  # of a quantised cache: one for each block of a row
 
 
+class RowSharing(StrEnum):
+    """Who owns the rows of a cache kind."""
+
+    PER_STREAM = "per_stream"  # each stream its own block
+    UNIFIED = "unified"  # one pool: a row belongs to any number of sequences
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLayout:
-    """Rows of one cache kind: streams first, then sentinels, then spare rows.
+    """Rows of one cache kind: those of streams first, then sentinels, then spare rows.
 
-    Stream s owns rows [s * rows_per_stream, (s + 1) * rows_per_stream). Sentinels have a fixed
-    meaning and no owner; spare rows take padded writes and are never read.
+    Stream s owns rows [s * rows_per_stream, (s + 1) * rows_per_stream); where these are unified,
+    they are one pool of as many, and no stream has more than rows_per_stream of them. Sentinels
+    have a fixed meaning and no owner; spare rows take padded writes and are never read.
     """
 
     rows_per_stream: int
     streams: int
     sentinels: tuple[str, ...] = ()
     spare_rows: int = 0
+    sharing: RowSharing = RowSharing.PER_STREAM
 
     @property
     def live_rows(self) -> int:
@@ -164,6 +180,20 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CarriedSpec:
+    """Rows [rows, width] of a result that the host keeps of each sequence, the newest ones."""
+
+    rows: int
+    width: int
+    dtype: DType
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one sequence's rows."""
+        return self.rows * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRow:
     """One graph input or output.
 
@@ -211,7 +241,7 @@ class Contract:
 
     @property
     def host_rows(self) -> tuple[TensorRow, ...]:
-        """Inputs written by the host in every step: batch and plan rows."""
+        """Inputs that planners fill in every step, int64: batch and plan rows."""
         return tuple(r for r in self.inputs if r.role in (Role.BATCH, Role.PLAN))
 
     def layout(self, kind: CacheKind) -> RowLayout:

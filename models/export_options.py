@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from cachegraph.models.cache_types import CacheType, CacheTypes
 from cachegraph.models.capacity import Capacity
+from cachegraph.models.contract import RowSharing
 from cachegraph.models.errors import ConfigError
 
 
@@ -73,6 +74,8 @@ class ExportOptions:
     scatter: RowWrite = RowWrite.ND
     cache: CacheType = CacheType.F32
     index_cache: CacheType = CacheType.F32
+    raw: RowSharing = RowSharing.PER_STREAM
+    draft: bool = True  # the MTP block too, where the checkpoint has one
     capacity: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:

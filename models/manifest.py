@@ -20,6 +20,7 @@ from cachegraph.models.contract import (
     CacheKind,
     CachePart,
     CacheSpec,
+    CarriedSpec,
     Contract,
     DType,
     RowLayout,
@@ -71,6 +72,32 @@ class Exporter(_Part):
     options: dict[str, Any]
 
 
+class DraftEntry(_Part):
+    """The draft graph, on the same weights file; every field as the manifest's of that name.
+
+    hidden: what the host carries of each sequence, the streams of its newest positions. The row of
+    position p goes with the token at p + 1.
+    """
+
+    template: str
+    planners: PlannerSpecs
+    dimensions: dict[str, str]
+    ladder: BucketLadder
+    layouts: dict[CacheKind, RowLayout]
+    caches: tuple[CacheEntry, ...]
+    tensors: tuple[TensorRow, ...]
+    hidden: CarriedSpec
+
+    @property
+    def contract(self) -> Contract:
+        """The contract rows and cache specs of the draft graph."""
+        return _contract(self.tensors, self.caches, self.layouts)
+
+    def dims(self, bucket: Bucket) -> dict[str, int]:
+        """Every dimension of one draft call by name."""
+        return dims(self.planners, bucket)
+
+
 class Manifest(_Part):
     """The whole manifest. Dimension names in tensor shapes are explained by `dimensions`."""
 
@@ -99,26 +126,35 @@ class Manifest(_Part):
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     vocab_size: int
+    draft: DraftEntry | None = None
 
     @property
     def contract(self) -> Contract:
         """The contract rows and cache specs that the manifest describes."""
-        caches = tuple(
-            CacheSpec(
-                layer=c.layer,
-                kind=c.kind,
-                part=c.part,
-                dtype=c.dtype,
-                width=c.width,
-                layout=self.layouts[c.kind],
-            )
-            for c in self.caches
-        )
-        return Contract(rows=self.tensors, caches=caches)
+        return _contract(self.tensors, self.caches, self.layouts)
 
     def dims(self, bucket: Bucket) -> dict[str, int]:
         """Every dimension of one call by name."""
         return dims(self.planners, bucket)
+
+
+def _contract(
+    tensors: tuple[TensorRow, ...],
+    caches: tuple[CacheEntry, ...],
+    layouts: Mapping[CacheKind, RowLayout],
+) -> Contract:
+    specs = tuple(
+        CacheSpec(
+            layer=c.layer,
+            kind=c.kind,
+            part=c.part,
+            dtype=c.dtype,
+            width=c.width,
+            layout=layouts[c.kind],
+        )
+        for c in caches
+    )
+    return Contract(rows=tensors, caches=specs)
 
 
 def cache_entries(contract: Contract) -> tuple[CacheEntry, ...]:
@@ -168,6 +204,8 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             "export the bundle again or install the version that wrote it"
         )
     check_raw_types(raw, where)
+    if isinstance(draft := raw.get("draft"), Mapping):
+        check_raw_types(draft, where)
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
@@ -178,6 +216,8 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             "export the bundle again"
         ) from None
     check_stored(manifest.contract.caches, manifest.cache_types, where)
+    if manifest.draft is not None:
+        check_stored(manifest.draft.contract.caches, manifest.cache_types, where)
     return manifest
 
 

@@ -16,9 +16,25 @@ from cachegraph.models.contract import CacheKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSpec:
-    """Sliding-window rows: a token at position p sees positions p - window + 1 .. p."""
+    """Sliding-window rows: a token at position p sees positions p - window + 1 .. p.
+
+    pinned: the first positions, which every later token sees too.
+    """
 
     window: int
+    pinned: int = 0
+
+    def oldest_needed(self, position: int) -> int:
+        """The first position behind the pinned ones that a token at `position` sees, or its own.
+
+        The pinned ones are seen as well.
+        """
+        return max(min(self.pinned, position), position - self.window + 1)
+
+    @property
+    def rows_before_step(self) -> int:
+        """Most rows that a stream reads beside as many as its step has tokens."""
+        return self.pinned + self.window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +109,8 @@ class PlannerSpecs:
 def dims(specs: PlannerSpecs, bucket: Bucket) -> dict[str, int]:
     """Every dimension of one call by name; `formulas` says the same in words."""
     s, p = bucket.streams, bucket.step
-    sizes = {"S": s, "P": p, "T": s * p, "O": bucket.out_rows, "W": specs.raw.window + p}
+    rows = specs.raw.rows_before_step + p
+    sizes = {"S": s, "P": p, "T": s * p, "O": bucket.out_rows, "W": rows}
     for spec in specs.compressors:
         closes = spec.kind in bucket.closes
         sizes["N" + spec.suffix] = specs.exposed(spec, bucket.context)
@@ -110,7 +127,7 @@ def formulas(specs: PlannerSpecs) -> dict[str, str]:
         "P": "tokens per stream",
         "T": "S*P tokens, stream-major",
         "O": "rows whose logits are computed: S, or T",
-        "W": f"raw rows read per stream: {specs.raw.window} + P",
+        "W": f"raw rows read per stream: {specs.raw.rows_before_step} + P",
     }
     for c in specs.compressors:
         unit, ratio, name = specs.context_unit, c.ratio, c.kind.value

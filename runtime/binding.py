@@ -8,7 +8,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -242,8 +242,12 @@ def bind_call(
     contract: Contract,
     caches: Mapping[str, Buffer],
     dims: Mapping[str, int],
+    asked: Collection[str],
 ) -> BoundCall:
-    """Bind every contract row for one bucket: each cache as input and output of one buffer."""
+    """Bind a contract for one bucket: each cache as input and output of one buffer.
+
+    asked: results that are wanted; the others are not brought out of the graph.
+    """
     binding = session.io_binding()
     inputs: dict[str, Buffer] = {}
     results: dict[str, Buffer] = {}
@@ -251,7 +255,7 @@ def bind_call(
         binding.bind_ortvalue_input(spec.name, caches[spec.name].value)
         binding.bind_ortvalue_output(spec.out_name, caches[spec.name].value)
     for row in contract.rows:
-        if row.role is Role.CACHE:
+        if row.role is Role.CACHE or (row.role is Role.RESULT and row.name not in asked):
             continue
         buffer = binder.host(row.resolve(dims), row.dtype.numpy)
         if row.is_output:

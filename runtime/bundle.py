@@ -8,21 +8,28 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from cachegraph.models.errors import ContractError
+from cachegraph.models.errors import ConfigError, ContractError
 from cachegraph.models.manifest import Manifest, WeightsFile, read_manifest
 
 
-def open_bundle(folder: Path) -> tuple[Path, Manifest]:
+def open_bundle(folder: Path, *, draft: bool = False) -> tuple[Path, Manifest]:
     """The resolved folder and its manifest; ContractError where the bundle cannot run.
+
+    draft: whether the draft graph is wanted too; ConfigError where the bundle has none.
 
     Links are resolved here, since ONNX Runtime looks for the weights beside the graph file.
     """
     folder = folder.resolve()
     manifest = read_manifest(folder)
-    if not (folder / manifest.template).is_file():
-        raise ContractError(
-            f"{folder}: {manifest.template} is missing; export the bundle again"
+    if draft and manifest.draft is None:
+        raise ConfigError(
+            f"{folder} has no draft graph; export a checkpoint that has an MTP block, without "
+            "--no-draft"
         )
+    entry = manifest.draft if draft else None
+    for file in (manifest.template, *([entry.template] if entry else [])):
+        if not (folder / file).is_file():
+            raise ContractError(f"{folder}: {file} is missing; export the bundle again")
     if manifest.weights is None:
         raise ContractError(
             f"{folder} was exported without weights and can only be inspected; export a "

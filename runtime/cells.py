@@ -7,12 +7,15 @@ and needs no undo. Knows nothing of compressed rows, which are addressed by posi
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from cachegraph.models.contract import RowLayout
 from cachegraph.models.errors import CapacityError
+from cachegraph.models.planner_specs import RawSpec
 from cachegraph.runtime.batch import BoolArray, IntArray
 from cachegraph.runtime.split import UBatch
 
@@ -44,13 +47,14 @@ class Reservation:
 class CellTable:
     """Raw rows of a `per_stream` cache.
 
-    Position p of stream s takes row s * rows_per_stream + p mod rows_per_stream. Cells that no
-    window reaches are overwritten.
+    A stream's rows are one for each pinned position, then a ring for the others. Cells that no
+    token sees are overwritten.
     """
 
-    def __init__(self, layout: RowLayout, window: int) -> None:
+    def __init__(self, layout: RowLayout, raw: RawSpec) -> None:
         self.layout = layout
-        self.window = window
+        self.raw = raw
+        self.ring = layout.rows_per_stream - raw.pinned
         self._positions = np.full(layout.live_rows, EMPTY, np.int64)
         self._members = np.zeros((layout.streams, layout.live_rows), np.bool_)
         self._ends = np.zeros(layout.streams, np.int64)
@@ -66,15 +70,16 @@ class CellTable:
     def reserve(self, ubatch: UBatch) -> Reservation:
         """Rows for a ubatch; CapacityError where a row that is still visible would be lost."""
         sequences = np.repeat(np.array(ubatch.streams, np.int64), ubatch.step)
-        size = self.layout.rows_per_stream
-        if ubatch.step > size:
+        if ubatch.step > self.ring:
             raise CapacityError(
-                f"a step of {ubatch.step} tokens does not fit the {size} raw rows of a sequence; "
-                "send fewer at once"
+                f"a step of {ubatch.step} tokens does not fit the {self.ring} raw rows of a "
+                "sequence; send fewer at once"
             )
-        rows = sequences * size + ubatch.positions % size
-        self._check_hidden(rows)
-        return Reservation(rows=rows, positions=ubatch.positions, sequences=sequences)
+        rows = self.rows_of(sequences, ubatch.positions)
+        self._check_hidden(sequences, rows)
+        return Reservation(
+            rows=self._writable(rows), positions=ubatch.positions, sequences=sequences
+        )
 
     def after(self, reservation: Reservation) -> CellView:
         """The table as it would be after `commit`, as a copy."""
@@ -89,9 +94,7 @@ class CellTable:
 
     def check_room(self, ubatches: Iterable[UBatch]) -> None:
         """CapacityError unless all ubatches of a batch can be placed one after another."""
-        trial = CellTable(self.layout, self.window)
-        trial._positions, trial._members = self._positions.copy(), self._members.copy()
-        trial._ends = self._ends.copy()
+        trial = self._trial()
         for ubatch in ubatches:
             trial.commit(trial.reserve(ubatch))
 
@@ -103,69 +106,121 @@ class CellTable:
 
     def truncate(self, sequence: int, position: int) -> None:
         """Give back the cells of a sequence from `position` on."""
-        for rows in self._spans(sequence, position, self.next_position(sequence)):
+        for span in self._spans(position, self.next_position(sequence)):
+            rows = self._rows(sequence, span)
             self._members[sequence, rows] = False
-            self._positions[rows] = EMPTY
+            self._forget(rows)
         self._ends[sequence] = position
 
     def holds(self, sequence: int, first: int, end: int) -> bool:
-        """Whether every position from `first` to `end` - 1 has a cell of the sequence."""
-        if end - first > self.layout.rows_per_stream:
-            return False
-        return all(
-            bool(self._members[sequence, rows].all())
-            and first <= int(self._positions[rows].min())
-            and int(self._positions[rows].max()) < end
-            for rows in self._spans(sequence, first, end)
-            if rows.start < rows.stop
-        )
+        """Whether every position from `first` to `end` - 1 has a cell of the sequence.
 
-    def _spans(self, sequence: int, first: int, end: int) -> Iterator[slice]:
-        """The rows of positions `first` to `end` - 1, of the newest of them if there are more."""
-        size, base = self.layout.rows_per_stream, self.layout.base(sequence)
-        count = min(end - first, size)
-        start = (end - count) % size
-        yield slice(base + start, base + min(start + count, size))
-        if start + count > size:
-            yield slice(base, base + start + count - size)
+        Cells are taken and lost in the order of their positions, so that those behind the oldest
+        of a run are held where that one is.
+        """
+        if first >= end:
+            return True
+        oldest = max(first, self.raw.pinned)
+        if end > self.next_position(sequence) or end - oldest > self.ring:
+            return False
+        runs = {first, oldest} if oldest < end else {first}
+        return all(self._holds(sequence, position) for position in runs)
+
+    def _holds(self, sequence: int, position: int) -> bool:
+        row = self.rows_of(sequence, np.array([position]))[0]
+        return bool(self._positions[row] == position and self._members[sequence, row])
 
     def first_held(self, sequence: int) -> int:
-        """The first position from which on all are held; the next one where none is."""
+        """The first position behind the pinned ones from which on all are held.
+
+        The next position where none is.
+        """
         held = np.sort(self._positions[self._members[sequence]])
+        held = held[held >= self.raw.pinned]
         if not held.size:
             return self.next_position(sequence)
         gaps = (np.diff(held) != 1).nonzero()[0]
         return int(held[gaps[-1] + 1] if gaps.size else held[0])
 
     def place(self, sequence: int, first: int, end: int) -> None:
-        """Give a sequence that holds nothing the cells of positions `first` to `end` - 1."""
+        """Give a sequence the cells of positions `first` to `end` - 1, where it then ends."""
         positions = np.arange(first, end)
-        rows = self.layout.base(sequence) + positions % self.layout.rows_per_stream
+        rows = self.rows_of(sequence, positions)
         self._positions[rows] = positions
         self._members[sequence, rows] = True
         self._ends[sequence] = end
 
-    def offsets(self, sequence: int) -> IntArray:
-        """Rows of a sequence's cells, counted from the start of its stream."""
-        offsets: IntArray = self._members[sequence].nonzero()[0] - self.layout.base(sequence)
-        return offsets
+    def rows_of(self, sequence: int | IntArray, positions: IntArray) -> IntArray:
+        """The rows of positions of a sequence, or of a sequence each."""
+        return sequence * self.layout.rows_per_stream + self._offsets(positions)
+
+    def own_rows(self, sequence: int) -> IntArray:
+        """Rows that no other sequence uses: the whole block of its stream, ascending."""
+        return self.layout.base(sequence) + np.arange(self.layout.rows_per_stream)
+
+    def moves(self, source: int, target: int) -> tuple[IntArray, IntArray]:
+        """Rows to copy so that `target` holds what `source` holds, and where they go."""
+        rows = self._members[source].nonzero()[0]
+        return rows, rows + self.layout.base(target) - self.layout.base(source)
 
     def copy(self, source: int, target: int) -> None:
-        """Give `target`, which holds nothing, cells at the offsets and positions of `source`."""
-        offsets = self.offsets(source)
-        rows = self.layout.base(target) + offsets
-        self._positions[rows] = self._positions[self.layout.base(source) + offsets]
-        self._members[target, rows] = True
+        """Give `target`, which holds nothing, cells for all that `source` holds."""
+        rows, places = self.moves(source, target)
+        self._positions[places] = self._positions[rows]
+        self._members[target, places] = True
         self._ends[target] = self._ends[source]
 
-    def _check_hidden(self, rows: IntArray) -> None:
+    def _trial(self) -> Self:
+        """A copy to plan on."""
+        trial = copy(self)
+        trial._positions, trial._members = self._positions.copy(), self._members.copy()
+        trial._ends = self._ends.copy()
+        return trial
+
+    def _writable(self, rows: IntArray) -> IntArray:
+        """Rows that may take the positions to be written, given those that their slots have."""
+        return rows
+
+    def _rows(self, sequence: int, span: slice) -> slice | IntArray:
+        """The rows of a stream's offsets."""
+        base = self.layout.base(sequence)
+        return slice(base + span.start, base + span.stop)
+
+    def _forget(self, rows: slice | IntArray) -> None:
+        """Empty rows that a sequence has left, where no other owns them."""
+        self._positions[rows] = EMPTY
+
+    def _offsets(self, positions: IntArray) -> IntArray:
+        """Rows of positions, counted from the start of a stream."""
+        pinned = self.raw.pinned
+        if not pinned:
+            return positions % self.ring
+        return np.where(
+            positions < pinned, positions, pinned + (positions - pinned) % self.ring
+        )
+
+    def _spans(self, first: int, end: int) -> Iterator[slice]:
+        """Offsets of positions `first` to `end` - 1; behind the pinned ones of the newest only."""
+        pinned = self.raw.pinned
+        if first < min(end, pinned):
+            yield slice(first, min(end, pinned))
+        count = min(end - max(first, pinned), self.ring)
+        if count > 0:
+            start = (end - count - pinned) % self.ring
+            yield slice(pinned + start, pinned + min(start + count, self.ring))
+            if start + count > self.ring:
+                yield slice(pinned, pinned + start + count - self.ring)
+
+    def _check_hidden(self, sequences: IntArray, rows: IntArray) -> None:
+        """CapacityError where a sequence still sees the row that it would give up, [T] each."""
         held = self._positions[rows]
-        seen = self._members[:, rows] & (held > (self._ends - self.window)[:, None])
+        near = held > self._ends[sequences] - self.raw.window
+        seen = self._members[sequences, rows] & (near | (held < self.raw.pinned))
         if seen.any():
-            sequence, column = (int(i) for i in np.argwhere(seen)[0])
+            at = int(seen.argmax())
             raise CapacityError(
-                f"raw row {rows[column]} holds position {held[column]} of sequence {sequence}, "
-                f"which its window of {self.window} still sees; send fewer tokens at once"
+                f"raw row {rows[at]} holds position {held[at]} of sequence {sequences[at]}, "
+                f"which its window of {self.raw.window} still sees; send fewer tokens at once"
             )
 
 

@@ -43,6 +43,18 @@ def state_kinds(compressors: Iterable[CompressorSpec]) -> dict[CacheKind, int]:
     return {state: spec.ring_rows for spec in compressors for _, state in spec.serves}
 
 
+def copy_bytes(mode: Mode, max_tokens: int, states: Iterable[CacheSpec]) -> dict[str, int]:
+    """Bytes that `StateCopies` takes, by kind of copy: base and delta, shadow or host."""
+    if mode is Mode.RING:
+        return {}
+    base = delta = 0
+    for spec in states:
+        row = spec.width * spec.dtype.itemsize
+        base += spec.layout.live_rows * row
+        delta += spec.layout.streams * max_tokens * row
+    return {"base": base, "delta": delta} if mode is Mode.DELTA else {mode.value: base}
+
+
 class StateCopies:
     """Base and delta rows of every state cache, allocated once."""
 
@@ -71,15 +83,7 @@ class StateCopies:
     @property
     def num_bytes(self) -> dict[str, int]:
         """Bytes by kind of copy: base, delta, shadow or host."""
-        streams = {spec.name: spec.layout.streams for spec in self._specs}
-        row = {spec.name: spec.width * spec.dtype.itemsize for spec in self._specs}
-        base = sum(spec.layout.live_rows * row[spec.name] for spec in self._specs)
-        if self._mode is Mode.RING:
-            return {}
-        if self._mode is not Mode.DELTA:
-            return {self._mode.value: base}
-        delta = sum(streams[name] * self._max_tokens * row[name] for name in row)
-        return {"base": base, "delta": delta}
+        return copy_bytes(self._mode, self._max_tokens, self._specs)
 
     def grow(self, max_tokens: int) -> None:
         """Make room for more tokens; what was recorded stays."""

@@ -30,7 +30,7 @@ from cachegraph.runtime.checkpoint_book import (
     Rewound,
     check_max_tokens,
 )
-from cachegraph.runtime.checkpoint_rows import StateCopies, state_kinds
+from cachegraph.runtime.checkpoint_rows import StateCopies, copy_bytes, state_kinds
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch
@@ -59,7 +59,7 @@ class Checkpoints:
         self._in_use = in_use
         self._ring_rows = state_kinds(specs.compressors)
         raw = contract.layout(CacheKind.RAW)
-        raw_room = raw.rows_per_stream - specs.raw.window + 1
+        raw_room = raw.rows_per_stream - specs.raw.rows_before_step + 1
         rewind = min((spec.rewind for spec in specs.compressors), default=raw_room)
         self._limits = {
             Mode.RING: rewind,
@@ -95,6 +95,15 @@ class Checkpoints:
         """The most tokens of a sequence that a mode can be prepared for."""
         return self._limits[_mode(mode)]
 
+    def report(self, mode: Mode | str, max_tokens: int | None = None) -> dict[str, int]:
+        """Bytes that `prepare` with these arguments would hold, by kind; allocates nothing.
+
+        ConfigError names the limit.
+        """
+        wanted, count = self._wanted(mode, max_tokens)
+        states = (spec for spec in self._contract.caches if spec.kind in self._ring_rows)
+        return copy_bytes(wanted, count, states)
+
     def prepare(self, mode: Mode | str, max_tokens: int | None = None) -> None:
         """Choose a mode and allocate its memory; `max_tokens` is the mode's limit by default.
 
@@ -103,9 +112,7 @@ class Checkpoints:
         mode, CapacityError memory that cannot be had; then nothing has changed.
         """
         with self._in_use():
-            wanted = _mode(mode)
-            count = self._limits[wanted] if max_tokens is None else max_tokens
-            check_max_tokens(wanted, count, self._limits[wanted])
+            wanted, count = self._wanted(mode, max_tokens)
             if wanted is self.mode:
                 if count > self.max_tokens:
                     self._copies.grow(count)
@@ -183,6 +190,13 @@ class Checkpoints:
                 self._copies.record(seq, places, numbers)
             except Exception as error:  # the tokens are in all the same
                 self._book.void(seq, f"its rows could not be recorded: {error}")
+
+    def _wanted(self, mode: Mode | str, max_tokens: int | None) -> tuple[Mode, int]:
+        """A mode and its tokens, by default the mode's limit; ConfigError names the limit."""
+        wanted = _mode(mode)
+        count = self._limits[wanted] if max_tokens is None else max_tokens
+        check_max_tokens(wanted, count, self._limits[wanted])
+        return wanted, count
 
     def _checked(self, seq_id: int, count: int) -> Record:
         if self.is_saved and seq_id in self._edits:

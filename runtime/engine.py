@@ -20,29 +20,21 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegraph.models.buckets import Bucket
+from cachegraph.models.contract import EMBEDDINGS, LOGITS, STREAMS
 from cachegraph.models.errors import (
     BatchError,
-    CachegraphError,
-    CapacityError,
     ConfigError,
-    StepError,
     UsageError,
 )
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch, check_batch
-from cachegraph.runtime.binding import (
-    Binder,
-    BoundCall,
-    CpuBinder,
-    CudaBinder,
-    bind_call,
-)
+from cachegraph.runtime.binding import Binder, BoundCall, CpuBinder, CudaBinder
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
+from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.coupled import decoupled
-from cachegraph.runtime.generate import Event, GenerateOptions, generate
-from cachegraph.runtime.interrupts import interrupts_held
+from cachegraph.runtime.drafter import Drafter
+from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.ort import (
     DeviceName,
@@ -52,14 +44,13 @@ from cachegraph.runtime.ort import (
     open_session,
     pick_device,
 )
-from cachegraph.runtime.padding import Filler
-from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
+from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.split import UBatch, split_batch
+from cachegraph.runtime.steps import StepRunner
 from cachegraph.runtime.store import SequenceStore
 from cachegraph.runtime.text import TextCodec
 
 Logits = NDArray[np.float32]
-LOGITS = "logits"
 _LOG = logging.getLogger(__name__)
 
 
@@ -81,18 +72,24 @@ class Engine:
         session: Any,
         binder: Binder,
         device: Literal["cpu", "cuda"],
+        draft_session: Any = None,
     ) -> None:
         """Use `Engine.load`. Allocates every cache; nothing is kept where one cannot be had."""
         self.folder = folder
         self.manifest = manifest
         self.device = device
         self._contract = manifest.contract
-        self._session = session
-        self._binder = binder
         self._store = SequenceStore(manifest, binder)
-        self._sizes = StepSizes.of(manifest.planners, self._contract)
-        self._filler = Filler(self._contract, manifest.planners)
-        self._calls: dict[Bucket, BoundCall] = {}
+        results = {LOGITS, EMBEDDINGS}
+        if draft_session is not None:
+            self._store.drafter = Drafter.open(
+                manifest, draft_session, binder, self._store.table
+            )
+            results.add(STREAMS)
+        self._graph = GraphPart(
+            session, binder, self._contract, manifest.planners, self._store.caches, results
+        )
+        self._steps = StepRunner(manifest, self._graph, self._store.table, self._committed)
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_verified = False
@@ -115,6 +112,7 @@ class Engine:
         spinning: bool = True,
         optimization: Optimization = "all",
         memory_budget: int | None = None,
+        draft: bool = False,
     ) -> Engine:
         """Open a bundle.
 
@@ -125,20 +123,28 @@ class Engine:
             spinning: whether idle threads burn CPU to answer sooner.
             optimization: disable, basic, extended, layout or all.
             memory_budget: most bytes the caches may take; more is refused before any is allocated.
+            draft: open the draft graph too, so that `draft` may be called. It holds raw rows and a
+                session of its own.
 
         Raises ContractError for what is no bundle or needs a newer ONNX Runtime, DependencyError
         where ONNX Runtime is missing, DeviceError, CapacityError.
         """
-        folder, manifest = open_bundle(Path(bundle))
-        report = memory_report(manifest.contract)
+        folder, manifest = open_bundle(Path(bundle), draft=draft)
+        report = memory_report(manifest.contract, draft=manifest.draft if draft else None)
         if memory_budget is not None:
             report.check_budget(memory_budget)
         ort = load_onnxruntime()
         options = SessionOptions(threads=threads, spinning=spinning, optimization=optimization)
         where = pick_device(ort, device)
-        session = open_session(ort, folder, manifest, where, options)
+        path = folder / manifest.template
+        session = open_session(ort, path, manifest.contract, manifest, where, options)
+        draft_session = None
+        if draft and manifest.draft is not None:
+            path = folder / manifest.draft.template
+            contract = manifest.draft.contract
+            draft_session = open_session(ort, path, contract, manifest, where, options)
         binder: Binder = CpuBinder(ort) if where == "cpu" else CudaBinder(ort)
-        engine = cls(folder, manifest, session, binder, where)
+        engine = cls(folder, manifest, session, binder, where, draft_session)
         _LOG.info(report.line())
         return engine
 
@@ -146,17 +152,56 @@ class Engine:
     def provider(self) -> str:
         """The ONNX Runtime execution provider that runs."""
         self._check_open()
-        return str(self._session.get_providers()[0])
+        return str(self._graph.session.get_providers()[0])
 
     @property
     def memory(self) -> MemoryReport:
-        """Cache bytes by kind."""
-        return memory_report(self._contract)
+        """Bytes of the caches and of the prepared checkpoint, by kind, layer and device."""
+        return memory_report(
+            self._contract,
+            self.device,
+            self.checkpoints.num_bytes,
+            self.manifest.draft if self.can_draft else None,
+        )
 
     @property
     def num_sequences(self) -> int:
         """How many sequences the caches hold."""
         return self.manifest.capacity.sequences
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` may be called."""
+        return self._store.drafter is not None
+
+    def draft(
+        self,
+        pending: Mapping[int, int],
+        count: int | Mapping[int, int],
+        choose: Callable[[int, NDArray[Any]], int],
+    ) -> dict[int, list[int]]:
+        """Draft what may follow sequences; returns up to `count` token ids for each.
+
+        Args:
+            pending: the token that follows each sequence, chosen and not decoded yet.
+            count: tokens to draft, for all sequences or by id; 1 to the rewind budget.
+            choose: called for every draft with the sequence and its draft logits, float32
+                [vocab], which the next call overwrites; returns the token.
+
+        What is drafted binds nobody: decode `pending` and the drafts behind it, and `remove` those
+        that you reject. A sequence whose newest streams are not known (none decoded since it was
+        restored from an engine that did not draft) gets none. UsageError where the engine was
+        opened without drafting; BatchError, ConfigError or CapacityError for what cannot be asked.
+        """
+        with self._in_use():
+            if self._store.drafter is None:
+                raise UsageError(
+                    "this engine cannot draft; load a bundle that has a draft block with draft=True"
+                )
+            for seq_id in pending:
+                self._store.check_id(seq_id)
+            counts = count if isinstance(count, Mapping) else dict.fromkeys(pending, count)
+            return self._store.drafter.draft(pending, counts, choose)
 
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds: the position it expects next."""
@@ -176,13 +221,16 @@ class Engine:
         Raises BatchError or CapacityError before anything has changed. StepError when a graph call
         failed: earlier calls stand, the sequences in that call are dropped, and the error says so.
         """
-        with self._in_use():
-            self._check(batch, self._store.table.cells.next_positions())
-            batch = decoupled(batch, self._store.table.tokens)
-            ubatches = split_batch(batch, self.manifest.ladder)
-            if len(ubatches) > 1:  # a single one is checked when it is planned
-                self._store.table.cells.check_room(ubatches)
-            return self._run_all(batch, ubatches, progress)
+        return self._run(batch, LOGITS, progress)
+
+    def embed(
+        self, batch: Batch, progress: Callable[[int, int], None] | None = None
+    ) -> NDArray[np.float32]:
+        """Like `decode`, but returns the final normed hidden states, float32 [n, hidden size].
+
+        They are what the head turns into logits; a row for each token that wants logits.
+        """
+        return self._run(batch, EMBEDDINGS, progress)
 
     def reserve(self, *, streams: int, step: int, context: int, all_rows: bool = False) -> int:
         """Allocate and bind the buffers of the worst step of this size; returns their bytes.
@@ -200,7 +248,7 @@ class Engine:
                 closes=tuple(spec.kind for spec in specs.compressors),
                 all_rows=all_rows,
             )
-            call = self._bound(bucket, 0)
+            call = self._graph.bound(bucket)
             buffers = (*call.inputs.values(), *call.results.values())
             return sum(buffer.array.nbytes for buffer in buffers)
 
@@ -282,6 +330,10 @@ class Engine:
         self._store.check_id(seq_id)
         return self._store.table.tokens(seq_id)
 
+    def positions(self, seq_id: int) -> range:
+        """The positions that a sequence holds."""
+        return range(self.length(seq_id))
+
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """The positions that a sequence can be cut to, as ascending ranges."""
         self._check_open()
@@ -296,6 +348,14 @@ class Engine:
         with self._in_use():
             for seq in range(self.num_sequences) if seq_id in (None, -1) else [seq_id]:
                 self._store.clear(seq, data=data)
+
+    def reset(self, seq_id: int) -> None:
+        """Forget a sequence and zero its block in every compressed, indexer and state cache.
+
+        Its raw rows become free; no byte of another sequence changes.
+        """
+        with self._in_use():
+            self._store.reset(seq_id)
 
     def remove(self, seq_id: int, first: int, end: int = -1) -> None:
         """Take tokens back from the end of a sequence: positions `first` to `end` - 1.
@@ -364,9 +424,9 @@ class Engine:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
         self.checkpoints.close()
-        self._calls.clear()
-        self._store.caches.clear()
-        self._session = None
+        self._graph.calls.clear()
+        self._store.close()
+        self._graph.session = None
 
     def __enter__(self) -> Engine:
         return self
@@ -379,6 +439,24 @@ class Engine:
     ) -> None:
         self.close()
 
+    def _run(
+        self, batch: Batch, result: str, progress: Callable[[int, int], None] | None
+    ) -> NDArray[np.float32]:
+        with self._in_use():
+            self._check(batch, self._store.table.cells.next_positions())
+            batch = decoupled(batch, self._store.table.tokens)
+            ubatches = split_batch(batch, self.manifest.ladder)
+            if len(ubatches) > 1:  # a single one is checked when it is planned
+                self._store.table.cells.check_room(ubatches)
+            return self._steps.run(batch, ubatches, result, progress)
+
+    def _committed(self, ubatch: UBatch, call: BoundCall) -> None:
+        """Tell those who remember more of a step than the sequence table does."""
+        self.checkpoints.note(ubatch)
+        if self._store.drafter is not None:
+            streams = self._graph.result(call, STREAMS)
+            self._store.drafter.note(ubatch, streams, call.dims["P"])
+
     def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
         """`check_batch` with the sizes of this bundle."""
         check_batch(
@@ -388,71 +466,6 @@ class Engine:
             sequences=self.num_sequences,
             next_positions=next_positions,
         )
-
-    def _run_all(
-        self,
-        batch: Batch,
-        ubatches: Sequence[UBatch],
-        progress: Callable[[int, int], None] | None,
-    ) -> Logits:
-        row_of = np.cumsum(batch.wants_logits) - 1  # row in the result of each wanted token
-        count = int(batch.wants_logits.sum())
-        result = np.empty((count, self.manifest.vocab_size), np.float32)
-        done = 0
-        for ubatch in ubatches:
-            with interrupts_held():
-                plan, logits = self._step(ubatch, done, batch)
-            wanted = plan.wanted_rows
-            result[row_of[ubatch.source[wanted]]] = logits[: wanted.size]
-            done += ubatch.tokens.size
-            if progress is not None:
-                progress(done, batch.tokens.size)
-        return result
-
-    def _step(self, ubatch: UBatch, done: int, batch: Batch) -> tuple[StepPlan, Logits]:
-        """Plan, pad, run and commit one ubatch."""
-        plan = plan_step(self._sizes, self._store.table.cells, ubatch)
-        bucket = pick_bucket(self.manifest.planners, self.manifest.ladder, plan)
-        call = self._bound(bucket, done)
-        self._filler.fill(call.dims, plan, call.arrays)
-        for buffer in call.inputs.values():
-            self._binder.push(buffer)
-        try:
-            self._session.run_with_iobinding(call.binding)
-        except Exception as error:
-            raise self._dropped(ubatch, done, error) from error
-        self._store.table.commit(plan.reservation, ubatch)
-        self.checkpoints.note(ubatch)
-        if not plan.wanted_rows.size:  # nothing to bring back from the device
-            return plan, np.empty((0, self.manifest.vocab_size), np.float32)
-        return plan, self._binder.pull(call.results[LOGITS])
-
-    def _dropped(self, ubatch: UBatch, done: int, error: Exception) -> CachegraphError:
-        """The graph may have written state rows of these sequences: they are forgotten."""
-        for seq in ubatch.streams:
-            self._store.table.clear(seq)
-        kept = {s: n for s, n in self._store.table.cells.next_positions().items() if n}
-        lengths = ", ".join(f"{s}: {n}" for s, n in kept.items()) or "none"
-        return StepError(
-            f"a graph call failed after {done} tokens of the batch were in; sequences "
-            f"{list(ubatch.streams)} were dropped, tokens held by the others: {lengths}; "
-            f"ONNX Runtime says: {(str(error).splitlines() or [repr(error)])[0]}"
-        )
-
-    def _bound(self, bucket: Bucket, done: int) -> BoundCall:
-        """The bound buffers of a bucket, made at its first use."""
-        if bucket not in self._calls:
-            dims = self.manifest.dims(bucket)
-            try:
-                self._calls[bucket] = bind_call(
-                    self._session, self._binder, self._contract, self._store.caches, dims
-                )
-            except MemoryError as error:
-                raise CapacityError(
-                    f"no memory for the buffers of bucket {bucket.name}, {done} tokens of the "
-                    "batch are in; send fewer tokens at once or ask for fewer logits"
-                ) from error
-        return self._calls[bucket]
 
     def _check_open(self) -> None:
         if self._is_closed:

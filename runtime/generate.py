@@ -1,17 +1,17 @@
-"""Text from prompts: samples each sequence's next token and streams what it adds.
+"""Text from prompts: decodes, drafts where asked to, and streams what each step adds.
 
 Several prompts run together, each in a sequence of its own; when one ends, the next waiting prompt
-takes its place. Knows the engine's public calls only.
+takes its place. A step without drafting is one with no drafts. Knows the engine's public calls
+only.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Literal, Protocol
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,47 +19,11 @@ from numpy.typing import NDArray
 from cachegraph.models.errors import BatchError, CapacityError, ConfigError, UsageError
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch
-from cachegraph.runtime.sampling import Choice, Sampler, SamplingOptions
-from cachegraph.runtime.text import StopMatcher, StreamDecoder, TextCodec
+from cachegraph.runtime.continuation import Continuation, Event, GenerateOptions
+from cachegraph.runtime.sampling import Logits, Sampler
+from cachegraph.runtime.text import StopMatcher, TextCodec
 
-Finish = Literal["eos", "stop", "length", "context"]
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOptions:
-    """How far and how to generate.
-
-    max_tokens: new tokens per prompt. stop: strings that end a text and are cut off. ignore_eos:
-    go on after the end-of-sequence token.
-    """
-
-    max_tokens: int = 128
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.max_tokens, Integral) or self.max_tokens < 1:
-            raise ConfigError(
-                f"max_tokens is {self.max_tokens!r}; it must be a whole number of 1 or more"
-            )
-        if any(not text for text in self.stop):
-            raise ConfigError("a stop string is empty; it would end every text at once")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """One new token of one prompt, or its end.
-
-    text: what the token adds to the text; it may lag behind while a character or a possible stop
-    string is incomplete. finish: set in a prompt's last event, why it ended.
-    """
-
-    prompt: int
-    choice: Choice
-    text: str
-    finish: Finish | None = None
 
 
 class Decoder(Protocol):
@@ -71,6 +35,10 @@ class Decoder(Protocol):
     def num_sequences(self) -> int:
         """Sequences 0 to n-1 exist."""
 
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` may be called."""
+
     def length(self, seq_id: int) -> int:
         """Tokens that a sequence holds."""
 
@@ -80,18 +48,19 @@ class Decoder(Protocol):
     def decode(self, batch: Batch, progress: Progress | None = None) -> NDArray[np.float32]:
         """A row of logits for each token that wants them, in the batch's order."""
 
+    def draft(
+        self,
+        pending: Mapping[int, int],
+        count: int | Mapping[int, int],
+        choose: Callable[[int, Logits], int],
+    ) -> dict[int, list[int]]:
+        """Up to `count` tokens behind each sequence and its token in `pending`.
 
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """A prompt in a sequence."""
+        `choose` is called once for each of them, with the sequence and its draft logits [vocab].
+        """
 
-    prompt: int
-    seq_id: int
-    sampler: Sampler
-    stream: StreamDecoder | None
-    stops: StopMatcher
-    history: list[int]
-    produced: int = 0
+    def remove(self, seq_id: int, first: int, end: int = -1) -> None:
+        """Take back the tokens of a sequence from position `first` on."""
 
 
 def generate(
@@ -106,7 +75,8 @@ def generate(
     Without a codec the events carry no text, and stop strings are refused. `progress` gets tokens
     done and in all of each prefill. The sequences used are free ones, and are freed at the end,
     whatever ends it. Errors are raised before the first token: BatchError for an empty prompt,
-    CapacityError for one that fills the context, UsageError where no sequence is free.
+    CapacityError for one that fills the context, ConfigError for drafts that the engine cannot
+    make or take back, UsageError where no sequence is free.
     """
     _check(engine, prompts, options, codec)
     if prompts:
@@ -122,7 +92,7 @@ def _stream(
     progress: Progress | None,
 ) -> Iterator[Event]:
     waiting = deque(range(len(prompts)))
-    running: list[_Run] = []
+    running: list[Continuation] = []
     try:
         while waiting or running:
             free = _free(engine, is_needed=not running) if waiting else []
@@ -130,15 +100,20 @@ def _stream(
                 _start(engine, waiting.popleft(), seq_id, prompts, options, codec)
                 for seq_id in free[: len(waiting)]
             ]
-            batch = _batch(engine, running, fresh)
+            if options.draft:
+                _draft(engine, running)
             running += fresh
-            logits = engine.decode(batch, progress if fresh else None)
-            for run, row in zip(list(running), logits, strict=True):
-                event = _advance(engine, run, row, options)
-                if event.finish is not None:
+            logits = engine.decode(_batch(engine, running), progress if fresh else None)
+            ends = accumulate(1 + len(run.drafts) for run in running)
+            rows = np.split(logits, list(ends)[:-1])
+            for run, mine in zip(list(running), rows, strict=True):
+                events = run.settle(mine)
+                if events[-1].finish is not None:
                     running.remove(run)
                     engine.clear(run.seq_id)
-                yield event
+                elif len(events) < len(mine):
+                    engine.remove(run.seq_id, len(run.tokens) - 1)
+                yield from events
     finally:
         with suppress(UsageError):  # an engine that was closed first holds nothing
             for run in running:
@@ -170,6 +145,22 @@ def _check(
                 f"prompt {number} has {len(prompt)} tokens, the context holds {context}; shorten "
                 "it or export with a larger --context"
             )
+    if options.draft:
+        _check_draft(engine, options.draft)
+
+
+def _check_draft(engine: Decoder, count: int) -> None:
+    if not engine.can_draft:
+        raise ConfigError(
+            f"draft is {count} and this engine cannot draft; export a checkpoint that has a draft "
+            "block, and load the bundle with draft=True"
+        )
+    budget = engine.manifest.capacity.rewind
+    if count > budget:
+        raise ConfigError(
+            f"draft is {count} and this bundle can take back {budget} tokens; draft fewer, or "
+            "export with a larger --rewind"
+        )
 
 
 def _start(
@@ -179,58 +170,40 @@ def _start(
     prompts: Sequence[Sequence[int]],
     options: GenerateOptions,
     codec: TextCodec | None,
-) -> _Run:
-    vocab = engine.manifest.vocab_size
-    return _Run(
+) -> Continuation:
+    manifest = engine.manifest
+    return Continuation(
         prompt=prompt,
         seq_id=seq_id,
-        sampler=Sampler(options.sampling, vocab, stream=prompt),
+        options=options,
+        eos_ids=manifest.eos_token_ids,
+        context=manifest.capacity.context,
+        sampler=Sampler(options.sampling, manifest.vocab_size, stream=prompt),
         stream=codec.stream() if codec is not None else None,
         stops=StopMatcher(options.stop),
-        history=[int(token) for token in prompts[prompt]],
+        tokens=[int(token) for token in prompts[prompt]],
     )
 
 
-def _batch(engine: Decoder, running: Sequence[_Run], fresh: Sequence[_Run]) -> Batch:
-    """The newest token of every running prompt, then the whole of every fresh one."""
+def _draft(engine: Decoder, running: Sequence[Continuation]) -> None:
+    """Draft for each running prompt as many tokens as it has room for."""
+    drafting = {run.seq_id: run for run in running if run.draft_room > 0}
+    if drafting:
+        pending = {seq_id: run.tokens[-1] for seq_id, run in drafting.items()}
+        counts = {seq_id: run.draft_room for seq_id, run in drafting.items()}
+        engine.draft(pending, counts, lambda seq_id, row: drafting[seq_id].propose(row))
+
+
+def _batch(engine: Decoder, runs: Sequence[Continuation]) -> Batch:
+    """What no sequence holds yet: a newest token and its drafts, or the whole of a fresh prompt."""
     tokens: list[int] = []
     positions: list[int] = []
     owners: list[int] = []
     wanted: list[bool] = []
-    for run in (*running, *fresh):
-        new = run.history if run.produced == 0 else run.history[-1:]
-        start = engine.length(run.seq_id)
-        tokens += new
-        positions += range(start, start + len(new))
-        owners += [run.seq_id] * len(new)
-        wanted += [False] * (len(new) - 1) + [True]
+    for run in runs:
+        start, end = engine.length(run.seq_id), len(run.tokens)
+        tokens += run.tokens[start:]
+        positions += range(start, end)
+        owners += [run.seq_id] * (end - start)
+        wanted += [place >= end - 1 - len(run.drafts) for place in range(start, end)]
     return Batch.of(tokens, positions, owners, logits=wanted)
-
-
-def _advance(
-    engine: Decoder, run: _Run, row: NDArray[np.float32], options: GenerateOptions
-) -> Event:
-    """Choose the next token of a run; its text, and whether the run ends with it."""
-    choice = run.sampler.sample(row, run.history)
-    run.history.append(choice.token)
-    run.produced += 1
-    finish = _finish(engine, run, choice.token, options)
-    text = ""
-    if run.stream is not None:
-        if finish != "eos":
-            text = run.stops.push(run.stream.push(choice.token))
-        if run.stops.matched is not None:
-            finish = "stop"
-        elif finish is not None:
-            text += run.stops.push(run.stream.finish()) + run.stops.finish()
-    return Event(prompt=run.prompt, choice=choice, text=text, finish=finish)
-
-
-def _finish(engine: Decoder, run: _Run, token: int, options: GenerateOptions) -> Finish | None:
-    if token in engine.manifest.eos_token_ids and not options.ignore_eos:
-        return "eos"
-    if run.produced == options.max_tokens:
-        return "length"
-    if engine.length(run.seq_id) == engine.manifest.capacity.context:
-        return "context"
-    return None

@@ -1,18 +1,23 @@
-"""What an engine holds: cache buffers with their sentinels, and the report of their bytes."""
+"""What an engine holds: cache buffers with their sentinels, and the report of all its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegraph.models.contract import CacheKind, CacheSpec, Contract
+from cachegraph.models.cache_types import CacheType, type_of
+from cachegraph.models.contract import CARRIED, CacheKind, CachePart, CacheSpec, Contract
 from cachegraph.models.errors import CapacityError
+from cachegraph.models.manifest import DraftEntry
 from cachegraph.models.plan_fields import NO_PREVIOUS
 from cachegraph.runtime.binding import no_memory
+from cachegraph.runtime.checkpoint_book import Mode
+
+_HOST = "cpu"
 
 
 def initial_cache(spec: CacheSpec) -> NDArray[Any]:
@@ -36,16 +41,20 @@ def initial_caches(contract: Contract) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """Bytes of all caches, for all streams of the bundle; known before anything is allocated.
+    """Bytes of all caches and checkpoint copies; known before anything is allocated.
 
-    by_layer: bytes of each layer's caches by kind. spare: bytes of sentinel and spare rows, which
-    are part of the others. rows: live rows of one sequence by kind, and the type they are held in.
+    by_layer: bytes of each layer's caches by kind, for all streams. spare: bytes of sentinel and
+    spare rows, which are part of the others. rows: live rows of one sequence by kind, and the type
+    they are held in. device: where the caches live. copies: bytes of the prepared checkpoint by
+    kind of copy (base, delta, shadow, host).
     """
 
     by_layer: Mapping[int, Mapping[CacheKind, int]]
     spare: int
-    rows: Mapping[CacheKind, tuple[int, str]]
+    rows: Mapping[CacheKind, tuple[int, CacheType]]
     streams: int
+    device: str = _HOST
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def by_kind(self) -> dict[CacheKind, int]:
@@ -58,15 +67,29 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """All cache bytes."""
-        return sum(self.by_kind.values())
+        """All bytes."""
+        return sum(self.by_kind.values()) + sum(self.copies.values())
+
+    def breakdown(self) -> dict[str, dict[str, int]]:
+        """Bytes by device, then by cache kind and kind of checkpoint copy.
+
+        Copies live on the device of the state they copy, but for those of mode `host` and the
+        streams that a drafter carries.
+        """
+        found = {self.device: {kind.value: size for kind, size in self.by_kind.items()}}
+        for copy, size in self.copies.items():
+            where = _HOST if copy in (Mode.HOST, CARRIED) else self.device
+            found.setdefault(where, {})[copy] = size
+        return found
 
     def line(self) -> str:
         """One line for a log: rows and types by kind, total, streams."""
-        parts = (f"{kind.value} {n} rows {dtype}" for kind, (n, dtype) in self.rows.items())
+        parts = (
+            f"{kind.value} {n} rows {form.value}" for kind, (n, form) in self.rows.items()
+        )
         return (
-            f"caches: {', '.join(parts)} a sequence; {self.total / 2**20:.1f} MiB in all for "
-            f"{self.streams} sequences"
+            f"caches: {', '.join(parts)} a stream; {self.total / 2**20:.1f} MiB in all, "
+            f"{self.streams} streams"
         )
 
     def check_budget(self, budget: int) -> None:
@@ -81,16 +104,36 @@ class MemoryReport:
         )
 
 
-def memory_report(contract: Contract) -> MemoryReport:
-    """What a contract's caches take."""
+def memory_report(
+    contract: Contract,
+    device: str = _HOST,
+    copies: Mapping[str, int] | None = None,
+    draft: DraftEntry | None = None,
+) -> MemoryReport:
+    """What a contract's caches take, beside the copies of a checkpoint.
+
+    draft: the draft graph, where it is open; its raw rows and carried streams are counted too.
+    """
     by_layer: dict[int, dict[CacheKind, int]] = {}
-    rows: dict[CacheKind, tuple[int, str]] = {}
+    rows: dict[CacheKind, tuple[int, CacheType]] = {}
     spare = 0
-    for spec in contract.caches:
+    caches, copied = contract.caches, dict(copies or {})
+    streams = max((spec.layout.streams for spec in caches), default=0)
+    if draft is not None:
+        caches += draft.contract.caches
+        copied[CARRIED] = draft.hidden.num_bytes * streams
+    for spec in caches:
         kinds = by_layer.setdefault(spec.layer, {})
         kinds[spec.kind] = kinds.get(spec.kind, 0) + spec.num_bytes
-        rows[spec.kind] = (spec.layout.rows_per_stream, spec.dtype.value)
+        if spec.part is CachePart.VALUES:
+            rows[spec.kind] = (spec.layout.rows_per_stream, type_of(spec.dtype))
         idle = spec.layout.rows - spec.layout.live_rows
         spare += idle * spec.width * spec.dtype.itemsize
-    streams = max((spec.layout.streams for spec in contract.caches), default=0)
-    return MemoryReport(by_layer=by_layer, spare=spare, rows=rows, streams=streams)
+    return MemoryReport(
+        by_layer=by_layer,
+        spare=spare,
+        rows=rows,
+        streams=streams,
+        device=device,
+        copies=copied,
+    )

@@ -85,16 +85,16 @@ def pick_device(ort: Any, wanted: DeviceName) -> Literal["cpu", "cuda"]:
 
 def open_session(
     ort: Any,
-    folder: Path,
+    path: Path,
+    contract: Contract,
     manifest: Manifest,
     device: Literal["cpu", "cuda"],
     options: SessionOptions,
 ) -> Any:
-    """Open the bundle's template on a device, and check where its nodes were placed."""
+    """Open a graph of a bundle on a device, and check where its nodes were placed."""
     _check_version(ort, manifest)
     settings = _settings(ort, manifest, options)
     provider = _PROVIDERS[device]
-    path = folder / manifest.template
     try:
         session = ort.InferenceSession(str(path), sess_options=settings, providers=[provider])
     except Exception as error:  # ONNX Runtime raises its own classes, without a common base
@@ -108,7 +108,7 @@ def open_session(
             "check that the GPU libraries of ONNX Runtime are installed"
         )
     check_placement(session, provider)
-    check_contract(session, manifest.contract)
+    check_contract(session, contract)
     return session
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cachegraph.models.contract import CacheKind, Contract, Padding, RowLayout, TensorRow
 from cachegraph.models.errors import ContractError, PlanError
@@ -29,6 +30,7 @@ from cachegraph.runtime.planners.raw import RawPlan
 from cachegraph.runtime.planners.step import StepPlan
 from cachegraph.runtime.split import UBatch
 
+Rows = NDArray[np.float32]
 _BATCH = ("tokens", "positions", "out_rows")
 _TOKENS = ("T",)  # rows of this shape are stream-major: they are filled as [S, P]
 
@@ -143,6 +145,15 @@ def fill(
 ) -> None:
     """`Filler.fill` for a single call; make a `Filler` where there are many."""
     Filler(contract, specs).fill(dims, step, buffers)
+
+
+def fill_rows(buffer: Rows, rows: Rows, step: int, padded_step: int) -> None:
+    """Place rows [S*p, width] of a ubatch in a buffer [S*P, width]; padded lanes hold zeros."""
+    lanes = buffer.reshape(-1, padded_step, buffer.shape[1])
+    block = rows.reshape(-1, step, rows.shape[1])
+    lanes[: len(block), :step] = block
+    lanes[: len(block), step:] = 0
+    lanes[len(block) :] = 0
 
 
 def _slot(contract: Contract, row: TensorRow) -> _Slot:

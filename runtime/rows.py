@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cachegraph.models.contract import Contract
+import numpy as np
+
+from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.binding import Binder, Buffer
 from cachegraph.runtime.sequences import RowMove
 
@@ -28,7 +31,21 @@ def copy_rows(
 def zero_stream(
     binder: Binder, contract: Contract, caches: Mapping[str, Buffer], stream: int
 ) -> None:
-    """Zero the whole block of a stream in every cache."""
+    """Zero the whole block of a stream in every compressed, indexer and state cache."""
     for spec in contract.caches:
-        start = spec.layout.base(stream)
-        binder.zero_rows(caches[spec.name], start, start + spec.layout.rows_per_stream)
+        if spec.kind is not CacheKind.RAW:
+            start = spec.layout.base(stream)
+            binder.zero_rows(caches[spec.name], start, start + spec.layout.rows_per_stream)
+
+
+def zero_raw(
+    binder: Binder, contract: Contract, caches: Mapping[str, Buffer], rows: IntArray
+) -> None:
+    """Zero raw rows, which are ascending, in every raw cache."""
+    if not rows.size:
+        return
+    spans = np.split(rows, (np.diff(rows) != 1).nonzero()[0] + 1)
+    for spec in contract.caches:
+        if spec.kind is CacheKind.RAW:
+            for span in spans:
+                binder.zero_rows(caches[spec.name], int(span[0]), int(span[-1]) + 1)

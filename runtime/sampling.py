@@ -1,7 +1,8 @@
 """Sampling: from one row of logits to one token id.
 
 Owns the options, the filters, the random stream of a sequence and log-probabilities. Knows
-nothing of text, of batches or of graphs. A row that offers no token is an error, never an id.
+nothing of text, of batches or of graphs, and leaves the rule for drafts to `speculative`. A row
+that offers no token is an error, never an id.
 
 The steps run in this order, each on what the one before left, renormalised:
 repetition penalty, temperature, top-k, softmax, min-p, top-p, one draw.
@@ -26,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.errors import BatchError, ConfigError, ContractError, LogitsError
+from cachegraph.runtime.distribution import Distribution, Floats, Ids
+from cachegraph.runtime.speculative import Draft, settle
 
 Logits = NDArray[np.floating[Any]]
-Ids = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _FIRST_NUCLEUS = 64  # candidates sorted before top-p looks further
 
@@ -82,7 +83,7 @@ class SamplingOptions:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no random number is drawn."""
+        """Whether chance plays no part."""
         return self.temperature == 0
 
 
@@ -113,7 +114,7 @@ class Sampler:
     Each sequence has a sampler of its own; `stream` is its number among those that share a
     seed (the prompt's place in the batch). Its random numbers depend on seed and stream alone,
     and each drawn token takes exactly one of them, so neither neighbours nor filters that
-    remove nothing change a text.
+    remove nothing change a text. A drafted token takes one, and what `speculative` asks for.
     """
 
     def __init__(self, options: SamplingOptions, vocab_size: int, *, stream: int = 0) -> None:
@@ -122,11 +123,31 @@ class Sampler:
         self._vocab_size = vocab_size
         self._rng = np.random.Generator(np.random.PCG64(entropy))
 
-    def sample(self, logits: Logits, history: Sequence[int] | Ids = ()) -> Choice:
+    def sample(
+        self, logits: Logits, history: Sequence[int] | Ids = (), draft: Draft | None = None
+    ) -> Choice:
         """The token that follows `history` (ids seen so far, any order), from logits [V].
 
-        The row is not changed. Raises LogitsError for a row with NaN or +inf, or all -inf;
-        ContractError for another shape; BatchError for a history id outside the vocabulary.
+        A draft of this position is kept or replaced so that the token is distributed as it would
+        be without. The row is not changed. Errors as of `distribution`.
+        """
+        law = self.distribution(logits, history)
+        token = self._draw(law) if draft is None else settle(draft, law, self._rng.random)
+        if self._options.logprobs is None:
+            return Choice(token=token)
+        return _with_logprobs(token, logits.astype(np.float64), self._options.logprobs)
+
+    def draft(self, logits: Logits, history: Sequence[int] | Ids = ()) -> Draft:
+        """A token drawn from a draft's logits [V], with what `sample` needs to judge it."""
+        law = self.distribution(logits, history)
+        return Draft(token=self._draw(law), law=law)
+
+    def distribution(self, logits: Logits, history: Sequence[int] | Ids = ()) -> Distribution:
+        """What is drawn from: the row [V] after penalty, temperature and filters.
+
+        One token where the options are greedy. Raises LogitsError for a row with NaN or +inf, or
+        all -inf; ContractError for another shape; BatchError for a history id outside the
+        vocabulary.
         """
         if logits.shape != (self._vocab_size,):
             raise ContractError(
@@ -138,16 +159,13 @@ class Sampler:
             row = logits.astype(np.float64)
             if options.repetition_penalty != 1:
                 _penalise(row, _checked_ids(history, row.size), options.repetition_penalty)
-            best = int(row.argmax()) if options.is_greedy else self._draw(row)
-        if options.logprobs is None:
-            return Choice(token=best)
-        return _with_logprobs(best, logits.astype(np.float64), options.logprobs)
+            if not options.is_greedy:
+                return _candidates(row, options)
+            best = int(row.argmax())
+        return Distribution(ids=np.array([best]), weights=np.ones(1))
 
-    def _draw(self, row: Floats) -> int:
-        ids, weights = _candidates(row, self._options)
-        mass = np.cumsum(weights)
-        # 'right' skips tokens of weight 0: the first sum above the draw belongs to a live one.
-        return int(ids[np.searchsorted(mass, self._rng.random() * mass[-1], side="right")])
+    def _draw(self, law: Distribution) -> int:
+        return law.draw(0.0 if self._options.is_greedy else self._rng.random())
 
 
 def _checked_argmax(logits: Logits) -> int:
@@ -188,8 +206,8 @@ def _penalise(row: Floats, ids: Ids, penalty: float) -> None:
     row[ids] = np.where(np.isfinite(seen), np.clip(scaled, -limit, limit), seen)
 
 
-def _candidates(row: Floats, options: SamplingOptions) -> tuple[Ids, Floats]:
-    """Ids that survive the filters, ascending, and their unnormalised probabilities.
+def _candidates(row: Floats, options: SamplingOptions) -> Distribution:
+    """The tokens that survive the filters.
 
     The best token has weight exactly 1 and survives every filter.
     """
@@ -205,7 +223,7 @@ def _candidates(row: Floats, options: SamplingOptions) -> tuple[Ids, Floats]:
     if options.top_p < 1:
         keep = np.sort(_nucleus(weights, options.top_p))
         ids, weights = ids[keep], weights[keep]
-    return ids, weights
+    return Distribution(ids=ids, weights=weights)
 
 
 def _best(scores: Floats, count: int) -> Ids:

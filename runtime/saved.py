@@ -44,22 +44,38 @@ class Identity(_Part):
 
     family: str
     config: dict[str, Any]
+    pinned: NonNegativeInt = 0
     caches: dict[str, tuple[int, str]]  # contract name -> width, dtype
     state_layout: Literal[1] = 1
     weights_sha256: str
 
 
+class SavedDraft(_Part):
+    """What a drafter knew of a sequence; see `runtime.carried`.
+
+    Streams are stored of positions first .. end - 1, raw rows of raw_first .. paired - 1.
+    """
+
+    first: NonNegativeInt
+    end: NonNegativeInt
+    paired: NonNegativeInt
+    raw_first: NonNegativeInt
+
+
 class SavedSequence(_Part):
     """One sequence. The token ids are a tensor; positions are 0 .. length - 1.
 
-    raw_first: first position whose raw row is stored. state_first: the same for the state rows of
-    each compressor; both run to length - 1. Compressed rows are stored from the first.
+    raw_first: first position behind the pinned ones whose raw row is stored; the rows of the
+    pinned ones come before it. state_first: the same for the state rows of each compressor; both
+    run to length - 1. Compressed rows are stored from the first. draft: only where the engine
+    drafted; without it drafts start anew after a restore.
     """
 
     seq_id: NonNegativeInt
     length: NonNegativeInt
     raw_first: NonNegativeInt
     state_first: dict[CacheKind, NonNegativeInt]
+    draft: SavedDraft | None = None
 
 
 class Description(_Part):
@@ -78,6 +94,7 @@ def identity_of(manifest: Manifest) -> Identity:
         family=manifest.family,
         weights_sha256=manifest.weights.sha256,
         config=manifest.config,
+        pinned=manifest.planners.raw.pinned,
         caches={c.name: (c.width, c.dtype.value) for c in manifest.caches},
     )
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cachegraph.models.contract import Contract
+from cachegraph.models.contract import CARRIED, CacheKind, Contract
 from cachegraph.models.errors import CapacityError, StateFileError
+from cachegraph.models.manifest import DraftEntry
 from cachegraph.runtime.binding import Binder, Buffer
 from cachegraph.runtime.saved import (
     Description,
@@ -92,6 +93,7 @@ def check_placement(
                 path,
                 _tensor(path, tensors, rows_name(seq_id, spec.name)),
                 (rows.rows[spec.kind].size, spec.width),
+                rows.raw_pinned if spec.kind is CacheKind.RAW else 0,
             )
             for spec in contract.caches
         }
@@ -99,11 +101,38 @@ def check_placement(
     return placed
 
 
-def _newest(path: Path, stored: Rows, shape: tuple[int, int]) -> Rows:
-    """The last rows of a stored tensor: what an engine with less room keeps."""
+def check_draft(
+    path: Path, saved: SavedSequence, tensors: Mapping[str, Rows], entry: DraftEntry
+) -> None:
+    """StateFileError unless the draft part of a saved sequence is whole and agrees with it."""
+    draft = saved.draft
+    if draft is None:
+        return
+    if not (
+        draft.first <= draft.end == saved.length
+        and draft.raw_first <= draft.paired <= draft.end
+    ):
+        raise StateFileError(
+            f"{path}: sequence {saved.seq_id}: its draft part {draft} does not fit {saved.length} "
+            "tokens; save it again"
+        )
+    widths = {CARRIED: entry.hidden.width} | {c.name: c.width for c in entry.contract.caches}
+    for name, width in widths.items():
+        count = draft.end - draft.first if name == CARRIED else draft.paired - draft.raw_first
+        shape = _tensor(path, tensors, rows_name(saved.seq_id, name)).shape
+        if shape != (count, width):
+            raise StateFileError(
+                f"{path}: {rows_name(saved.seq_id, name)} has shape {shape}, wanted "
+                f"{(count, width)}; save the sequence again"
+            )
+
+
+def _newest(path: Path, stored: Rows, shape: tuple[int, int], pinned: int) -> Rows:
+    """The pinned and the last rows of a stored tensor: what an engine with less room keeps."""
     if stored.ndim != 2 or stored.shape[1] != shape[1] or len(stored) < shape[0]:
         raise StateFileError(f"{path}: rows of shape {stored.shape}, wanted {shape} at least")
-    return stored[len(stored) - shape[0] :]
+    newest = stored[len(stored) - shape[0] + pinned :]
+    return np.concatenate((stored[:pinned], newest)) if pinned else newest
 
 
 def _tensor(path: Path, tensors: Mapping[str, Rows], name: str) -> Rows:

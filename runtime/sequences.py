@@ -16,8 +16,9 @@ from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.errors import CapacityError, RewindError, StateFileError
 from cachegraph.models.planner_specs import PlannerSpecs
 from cachegraph.runtime.batch import IntArray
-from cachegraph.runtime.cells import CellTable, Reservation
+from cachegraph.runtime.cells import Reservation
 from cachegraph.runtime.split import UBatch
+from cachegraph.runtime.unified_cells import cell_table
 
 
 @dataclass(slots=True)
@@ -45,12 +46,13 @@ class RowMove(NamedTuple):
 class StoredRows(NamedTuple):
     """The rows of one sequence, by cache kind, in the order of their positions.
 
-    Raw rows are those of positions raw_first .. length - 1, state rows those of state_first ..
-    length - 1, compressed rows those of every finished block.
+    Raw rows are those of the pinned positions and of raw_first .. length - 1, state rows those of
+    state_first .. length - 1, compressed rows those of every finished block.
     """
 
     length: int
     raw_first: int
+    raw_pinned: int
     state_first: dict[CacheKind, int]
     rows: dict[CacheKind, IntArray]
 
@@ -61,8 +63,8 @@ class SequenceTable:
     def __init__(self, contract: Contract, specs: PlannerSpecs) -> None:
         self._contract = contract
         self._compressors = specs.compressors
-        self._window = specs.raw.window
-        self.cells = CellTable(contract.layout(CacheKind.RAW), specs.raw.window)
+        self._raw = specs.raw
+        self.cells = cell_table(contract.layout(CacheKind.RAW), specs.raw)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
         self._edits = [(0, "")] * self.cells.layout.streams
 
@@ -102,11 +104,11 @@ class SequenceTable:
                     history.state_first.get(spec.kind, 0), oldest
                 )
 
-    def clear(self, seq_id: int) -> None:
-        """Forget a sequence."""
+    def clear(self, seq_id: int, how: str = "cleared") -> None:
+        """Forget a sequence. how: the edit in words."""
         self.cells.clear(seq_id)
         self._histories[seq_id] = _History()
-        self._edited(seq_id, "cleared")
+        self._edited(seq_id, how)
 
     def can_stand(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be cut to `position` tokens and go on as if never longer.
@@ -119,7 +121,7 @@ class SequenceTable:
             return True
         if not 0 < position < length:
             return False
-        oldest = max(0, position - self._window + 1)
+        oldest = self._raw.oldest_needed(position)
         first = self._histories[seq_id].state_first
         return self._states_held(position, first) and self.cells.holds(
             seq_id, oldest, position
@@ -139,8 +141,8 @@ class SequenceTable:
             first = {s.kind: ring_written - s.ring_rows for s in self._compressors}
             if not self._states_held(position, first):
                 return False
-        oldest = max(0, position - self._window + 1)
-        return oldest >= reached - self.cells.layout.rows_per_stream
+        oldest = self._raw.oldest_needed(position)
+        return position <= self._raw.pinned or oldest >= reached - self.cells.ring
 
     def move_to(self, seq_id: int, base: int, tokens: Sequence[int], written: int) -> None:
         """End a sequence after `tokens`, which follow its first `base` ones. Copies nothing.
@@ -164,22 +166,18 @@ class SequenceTable:
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """Every position the sequence can stand at, as ascending ranges."""
         length = self.length(seq_id)
-        # Below this no raw row is held, and a window of one token needs none.
-        low = max(0, length - self.cells.layout.rows_per_stream) if self._window > 1 else 0
-        stands = [p for p in (0, *range(max(1, low), length + 1)) if self.can_stand(seq_id, p)]
-        return _ranges(stands)
+        # Between the pinned rows and this one none is held; a window of one token needs none.
+        low = max(0, length - self.cells.ring) if self._raw.window > 1 else 0
+        pinned = range(min(self._raw.pinned, length) + 1)
+        asked = (*pinned, *range(max(pinned.stop, low), length + 1))
+        return _ranges(p for p in asked if self.can_stand(seq_id, p))
 
     def reusable(self, seq_id: int, tokens: Sequence[int]) -> int:
         """How many of `tokens` need no decoding: the longest common prefix with what is held.
 
         Cut back to where the sequence can stand, and to leave one token to decode.
         """
-        held = self._histories[seq_id].tokens
-        common = 0
-        for mine, theirs in zip(held, tokens, strict=False):
-            if mine != theirs:
-                break
-            common += 1
+        common = common_prefix(self._histories[seq_id].tokens, tokens)
         position = min(common, len(tokens) - 1)
         while position > 0 and not self.can_stand(seq_id, position):
             position -= 1
@@ -214,7 +212,7 @@ class SequenceTable:
 
     def live_rows(self, source: int, target: int) -> list[RowMove]:
         """The rows to copy so that stream `target` holds what `source` holds."""
-        moves = [self._move(CacheKind.RAW, source, target, self.cells.offsets(source))]
+        moves = [RowMove(CacheKind.RAW, *self.cells.moves(source, target))]
         length, first = self.length(source), self._histories[source].state_first
         for spec in self._compressors:
             ring = np.arange(first.get(spec.kind, 0), length) % spec.ring_rows
@@ -245,12 +243,14 @@ class SequenceTable:
     def slots_for(
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
     ) -> StoredRows:
-        """Where saved rows of a sequence go here; the oldest of them may find no room.
+        """The saved rows that a sequence would have here; the oldest of them may find no room.
 
+        In a unified cache raw rows get their places when the sequence is `restored`.
         CapacityError where the context is too short, StateFileError where a row is missing that
         the sequence needs.
         """
-        raw = max(raw_first, length - self.cells.layout.rows_per_stream)
+        pinned = min(self._raw.pinned, length)
+        raw = max(raw_first, length - self.cells.ring, pinned)
         states = {
             spec.kind: max(state_first.get(spec.kind, length), length - spec.ring_rows)
             for spec in self._compressors
@@ -266,13 +266,14 @@ class SequenceTable:
                     f"{spec.kind.value} state rows begin at {states[spec.kind]}, the open "
                     f"window at {spec.oldest_needed(length)}"
                 )
-        if raw > max(0, length - self._window + 1):
+        if raw > self._raw.oldest_needed(length):
             raise StateFileError(f"raw rows begin at {raw}, inside the window")
         return self._rows_at(seq_id, length, raw, states)
 
     def restored(self, seq_id: int, rows: StoredRows, tokens: Sequence[int]) -> None:
-        """Make a sequence what was saved; its rows are in place."""
+        """Make a sequence what was saved; `stored` then says where its rows go."""
         self.clear(seq_id)
+        self.cells.place(seq_id, 0, rows.raw_pinned)
         self.cells.place(seq_id, rows.raw_first, rows.length)
         written = rows.length
         for spec in self._compressors:
@@ -301,19 +302,32 @@ class SequenceTable:
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
     ) -> StoredRows:
         layout = self._contract.layout
-        raw = layout(CacheKind.RAW)
-        cells = np.arange(raw_first, length) % raw.rows_per_stream
-        rows = {CacheKind.RAW: raw.base(seq_id) + cells}
+        pinned = min(self._raw.pinned, length)
+        positions = np.concatenate((np.arange(pinned), np.arange(raw_first, length)))
+        rows = {CacheKind.RAW: self.cells.rows_of(seq_id, positions)}
         for spec in self._compressors:
             ring = np.arange(state_first[spec.kind], length) % spec.ring_rows
             for kind, state in spec.serves:
                 rows[kind] = layout(kind).base(seq_id) + np.arange(length // spec.ratio)
                 rows[state] = layout(state).base(seq_id) + ring
-        return StoredRows(length, raw_first, dict(state_first), rows)
+        return StoredRows(length, raw_first, pinned, dict(state_first), rows)
 
     def _move(self, kind: CacheKind, source: int, target: int, offsets: IntArray) -> RowMove:
         layout = self._contract.layout(kind)
         return RowMove(kind, layout.base(source) + offsets, layout.base(target) + offsets)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts share. Halves the span that differs, comparing slices."""
+    one, other = tuple(one), tuple(other)
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _ranges(values: Iterable[int]) -> tuple[range, ...]:

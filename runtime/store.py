@@ -12,9 +12,10 @@ from pathlib import Path
 from cachegraph.models.errors import RewindError, UsageError
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.binding import Binder, Buffer, allocate_caches
+from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import initial_caches
-from cachegraph.runtime.rows import copy_rows, zero_stream
+from cachegraph.runtime.rows import copy_rows, zero_raw, zero_stream
 from cachegraph.runtime.saved import (
     Rows,
     SavedSequence,
@@ -22,14 +23,15 @@ from cachegraph.runtime.saved import (
     read_state,
     write_state,
 )
-from cachegraph.runtime.saved_rows import check_placement, collect
+from cachegraph.runtime.saved_rows import Placed, check_draft, check_placement, collect
 from cachegraph.runtime.sequences import SequenceTable
 
 
 class SequenceStore:
     """Caches, and what each sequence holds in them.
 
-    caches: buffers by contract name. table: the bookkeeping.
+    caches: buffers by contract name. table: the bookkeeping. drafter: what the draft graph holds
+    beside them, where the engine drafts.
     """
 
     def __init__(self, manifest: Manifest, binder: Binder) -> None:
@@ -41,6 +43,7 @@ class SequenceStore:
             binder, self._contract, initial_caches(self._contract)
         )
         self.table = SequenceTable(self._contract, manifest.planners)
+        self.drafter: Drafter | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -54,13 +57,30 @@ class SequenceStore:
                 f"no sequence {seq_id}; this bundle holds 0 to {self.num_sequences - 1}"
             )
 
+    def close(self) -> None:
+        """Free every cache and what the drafter holds."""
+        self.caches.clear()
+        if self.drafter is not None:
+            self.drafter.close()
+
     def clear(self, seq_id: int, *, data: bool = False) -> None:
         """Forget a sequence; with `data` zero its rows too."""
         self.check_id(seq_id)
+        own = self.table.cells.own_rows(seq_id)
         with interrupts_held():
             self.table.clear(seq_id)
             if data:
                 zero_stream(self._binder, self._contract, self.caches, seq_id)
+                zero_raw(self._binder, self._contract, self.caches, own)
+                if self.drafter is not None:
+                    self.drafter.zero(seq_id)
+
+    def reset(self, seq_id: int) -> None:
+        """As of `Engine.reset`."""
+        self.check_id(seq_id)
+        with interrupts_held():
+            self.table.clear(seq_id, "reset")
+            zero_stream(self._binder, self._contract, self.caches, seq_id)
 
     def remove(self, seq_id: int, first: int, end: int) -> None:
         """As of `Engine.remove`."""
@@ -82,6 +102,8 @@ class SequenceStore:
             self.table.clear(target)
             moved = copy_rows(self._binder, self._contract, self.caches, moves)
             self.table.copied(source, target)
+            if self.drafter is not None:
+                moved += self.drafter.copy(source, target)
         return moved
 
     def save(self, path: Path, seq_ids: Sequence[int] | None) -> int:
@@ -93,6 +115,9 @@ class SequenceStore:
         tensors: dict[str, Rows] = {}
         for seq in held if seq_ids is None else dict.fromkeys(seq_ids):
             part, rows = collect(seq, self.table, self._binder, self._contract, self.caches)
+            if self.drafter is not None:
+                draft, more = self.drafter.stored(seq)
+                part, rows = part.model_copy(update={"draft": draft}), rows | more
             saved.append(part)
             tensors |= rows
         write_state(path, identity_of(self._manifest), saved, tensors)
@@ -116,14 +141,29 @@ class SequenceStore:
             self._contract,
             self._manifest.capacity.context,
         )
+        drafts = {saved.seq_id: saved for saved in description.sequences}
+        if self.drafter is not None:
+            for seq in targets:
+                check_draft(path, drafts[seq], tensors, self.drafter.entry)
         with interrupts_held():
-            for slot, rows, values, ids in placed:
-                self.table.clear(slot)
-                for spec in self._contract.caches:
-                    cache = self.caches[spec.name]
-                    self._binder.write_rows(cache, rows.rows[spec.kind], values[spec.name])
-                self.table.restored(slot, rows, ids)
+            for one in placed:
+                self._put(one)
+            if self.drafter is not None:
+                for seq, slot in targets.items():
+                    self.drafter.restore(slot, drafts[seq].draft, tensors, seq)
         return dict(targets)
+
+    def _put(self, placed: Placed) -> None:
+        """Replace what a slot holds; a device that fails half-way leaves the slot empty."""
+        self.table.restored(placed.slot, placed.rows, placed.tokens)
+        rows = self.table.stored(placed.slot).rows
+        try:
+            for spec in self._contract.caches:
+                cache = self.caches[spec.name]
+                self._binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
+        except BaseException:
+            self.table.clear(placed.slot)
+            raise
 
     def _cut_at(self, seq_id: int, first: int, end: int) -> int:
         """The length a sequence has after `remove`; RewindError for a range in the middle."""

@@ -25,13 +25,23 @@ SpinningOption = Annotated[
     bool,
     typer.Option(help="Let idle threads burn CPU between steps, to answer sooner."),
 ]
+DraftOption = Annotated[
+    int,
+    typer.Option(help="Tokens to draft ahead in each step; 0 is off."),
+]
 
 
-def open_engine(bundle: Path, device: str, threads: int, spinning: bool) -> Engine:
+def open_engine(
+    bundle: Path, device: str, threads: int, spinning: bool, *, draft: bool = False
+) -> Engine:
     """Load a bundle with the shared options; errors as of `Engine.load`."""
     from cachegraph.runtime import Engine
 
     # pick_device says which names there are
     return Engine.load(
-        bundle, device=cast("DeviceName", device), threads=threads, spinning=spinning
+        bundle,
+        device=cast("DeviceName", device),
+        threads=threads,
+        spinning=spinning,
+        draft=draft,
     )

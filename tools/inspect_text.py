@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from cachegraph.models.contract import Dim, Padding, RowLayout, TensorRow
+from cachegraph.models.contract import CacheKind, Dim, Padding, RowLayout, TensorRow
 from cachegraph.models.manifest import GraphFile, Manifest
 from cachegraph.runtime.memory import memory_report
 from cachegraph.tools.text_table import byte_words, columns
@@ -43,6 +43,7 @@ def _summary(manifest: Manifest) -> Iterator[str]:
         ("needs", f"ONNX Runtime {manifest.min_onnxruntime} or newer"),
         ("exported by", f"cachegraph {manifest.exporter.version}"),
         ("planners", _planner_words(manifest)),
+        ("draft", _draft_words(manifest)),
         (
             "config",
             ", ".join(f"{k} {v}" for k, v in config.items() if type(v) in (int, float)),
@@ -52,12 +53,28 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 
 
 def _planner_words(manifest: Manifest) -> str:
-    words = [f"raw (window {manifest.planners.raw.window})"]
+    raw = manifest.planners.raw
+    pinned = f", {raw.pinned} pinned" if raw.pinned else ""
+    sharing = manifest.layouts[CacheKind.RAW].sharing.value
+    words = [f"raw (window {raw.window}{pinned}, {sharing} rows)"]
     for spec in manifest.planners.compressors:
         served = " and ".join(kind.value for kind, _ in spec.serves)
         how = "overlapping" if spec.overlap else "not overlapping"
         words.append(f"compressor of {served} (ratio {spec.ratio}, {how})")
     return ", ".join(words)
+
+
+def _draft_words(manifest: Manifest) -> str:
+    draft = manifest.draft
+    if draft is None:
+        return "none"
+    size = memory_report(draft.contract).total + draft.hidden.num_bytes * (
+        manifest.capacity.sequences
+    )
+    return (
+        f"MTP block, raw (window {draft.planners.raw.window}), {draft.hidden.rows} carried rows "
+        f"of {draft.hidden.width} a sequence; {byte_words(size)} where it is used"
+    )
 
 
 def _memory(manifest: Manifest) -> Iterator[str]:
@@ -147,6 +164,8 @@ def _files(manifest: Manifest) -> Iterator[str]:
     yield "files"
     weights = manifest.weights
     rows: list[tuple[str, str]] = [(manifest.template, "template: every size symbolic")]
+    if manifest.draft is not None:
+        rows.append((manifest.draft.template, "template of the draft graph"))
     rows += [(graph.file, f"static graph: {_sizes(graph)}") for graph in manifest.graphs]
     if weights is not None:
         rows.append(

@@ -18,10 +18,10 @@ from cachegraph.models.manifest import Manifest
 from cachegraph.models.plan_fields import CompressorFields, RawFields, plan_name
 from cachegraph.models.planner_specs import CompressorSpec
 from cachegraph.runtime.batch import Batch, IntArray, check_batch
-from cachegraph.runtime.cells import CellTable
 from cachegraph.runtime.padding import Filler
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
 from cachegraph.runtime.split import split_batch
+from cachegraph.runtime.unified_cells import cell_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +85,7 @@ class _Host:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._contract = manifest.contract
-        self._cells = CellTable(
-            self._contract.layout(CacheKind.RAW), manifest.planners.raw.window
-        )
+        self._cells = cell_table(self._contract.layout(CacheKind.RAW), manifest.planners.raw)
         self._sizes = StepSizes.of(manifest.planners, self._contract)
         self._filler = Filler(self._contract, manifest.planners)
 

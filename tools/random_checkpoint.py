@@ -16,18 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind, Rope
+from cachegraph.models.deepseek_v4.draft_tensors import draft_table
 from cachegraph.models.deepseek_v4.tensors import TensorKind, TensorSpec, tensor_table
 
 
-def write_checkpoint(folder: Path, config: DeepseekV4Config, *, seed: int, dtype: str) -> Path:
+def write_checkpoint(
+    folder: Path, config: DeepseekV4Config, *, seed: int, dtype: str, with_draft: bool = False
+) -> Path:
     """Write config.json and model.safetensors (published names), one tensor at a time.
 
-    dtype: F32, or F16 for the big matrices; everything else stays F32.
+    dtype: F32, or F16 for the big matrices; everything else stays F32. with_draft: an MTP block
+    behind the main model, whose numbers stay the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config_json(config), indent=1)
     (folder / "config.json").write_text(text, encoding="utf-8")
-    specs = tensor_table(config)
+    specs = _table(config, with_draft)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for spec in specs:
@@ -40,18 +44,22 @@ def write_checkpoint(folder: Path, config: DeepseekV4Config, *, seed: int, dtype
     data += b" " * (-len(data) % 8)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(data).to_bytes(8, "little") + data)
-        for spec, values in generate_tensors(config, seed):
+        for spec, values in generate_tensors(config, seed, with_draft=with_draft):
             file.write(values.astype(_storage(spec, dtype)[1]).tobytes())
     return folder
 
 
 def generate_tensors(
-    config: DeepseekV4Config, seed: int
+    config: DeepseekV4Config, seed: int, *, with_draft: bool = False
 ) -> Iterator[tuple[TensorSpec, NDArray[Any]]]:
     """Every tensor of the table in order; the same for the same config and seed."""
     rng = np.random.default_rng(seed)
-    for spec in tensor_table(config):
+    for spec in _table(config, with_draft):
         yield spec, _values(rng, spec, config)
+
+
+def _table(config: DeepseekV4Config, with_draft: bool) -> tuple[TensorSpec, ...]:
+    return (*tensor_table(config), *(draft_table(config) if with_draft else ()))
 
 
 def _storage(spec: TensorSpec, dtype: str) -> tuple[str, np.dtype[Any]]:

@@ -83,18 +83,21 @@ def merge(op: OpBuilder, streams: ir.Value, output: ir.Value, mix: SiteMix) -> i
 
 
 class HyperHead(nn.Module):
-    """The final collapse: streams [n, M, D] -> [n, D] with sigmoid weights."""
+    """The final collapse: streams [n, M, D] -> [n, D] with sigmoid weights.
 
-    def __init__(self, config: DeepseekV4Config) -> None:
+    `prefix` is the checkpoint path, such as hc_head.
+    """
+
+    def __init__(self, config: DeepseekV4Config, prefix: str) -> None:
         super().__init__()
         self.config = config
         m, d = config.hc_mult, config.hidden_size
 
         def fn(read: Read) -> NDArray[np.float32]:
-            return np.ascontiguousarray((read("hc_head_fn") * read("hc_head_scale")).T)
+            return np.ascontiguousarray((read(f"{prefix}_fn") * read(f"{prefix}_scale")).T)
 
         self.fn = tensor(fn, [m * d, m])
-        self.base = vector("hc_head_base", m)
+        self.base = vector(f"{prefix}_base", m)
 
     def forward(self, op: OpBuilder, streams: ir.Value) -> ir.Value:
         """streams [n, M, D] -> [n, D]."""

@@ -13,11 +13,19 @@ from cachegraph.graphgen.deepseek_v4.experts import expert_layer, swiglu
 from cachegraph.graphgen.deepseek_v4.hyper import HyperConnection, HyperHead, merge
 from cachegraph.graphgen.deepseek_v4.router import Router
 from cachegraph.graphgen.deepseek_v4.step import StepValues, emit_step
-from cachegraph.graphgen.layers.linear import FLOAT_TYPES, as_float, linear
+from cachegraph.graphgen.layers.linear import (
+    FLOAT_TYPES,
+    DequantLinear,
+    FloatLinear,
+    NBitsLinear,
+    as_float,
+    linear,
+)
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.weights.parameter import tensor, vector
-from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.contract import EMBEDDINGS, LOGITS, STREAMS, CacheKind, Contract
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.deepseek_v4.contract import stream_width
 from cachegraph.models.export_options import ExportOptions, WeightType
 
 
@@ -56,11 +64,16 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One block: attention and experts, each inside a hyper-connection site."""
+    """One block: attention and experts, each inside a hyper-connection site.
 
-    def __init__(self, config: DeepseekV4Config, layer: int, options: ExportOptions) -> None:
+    `prefix` is the checkpoint path, such as layers.3.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, layer: int, prefix: str, options: ExportOptions
+    ) -> None:
         super().__init__()
-        prefix, eps, hidden = f"layers.{layer}", config.rms_norm_eps, config.hidden_size
+        eps, hidden = config.rms_norm_eps, config.hidden_size
         self.hc_attn = HyperConnection(config, f"{prefix}.hc_attn")
         self.attn_norm = RMSNorm(vector(f"{prefix}.attn_norm.weight", hidden), eps)
         self.attn = Attention(config, config.layer_kinds[layer], f"{prefix}.attn", options)
@@ -84,34 +97,51 @@ class Layer(nn.Module):
         return merge(op, streams, output, mix), written
 
 
+class Embedding(nn.Module):
+    """Token ids to rows; gathered rows are cast, so that a halved table stays halved in memory."""
+
+    def __init__(self, config: DeepseekV4Config, options: ExportOptions) -> None:
+        super().__init__()
+        self.form = WeightType.F32 if options.weights.bits else options.weights
+        self.weight = tensor(
+            lambda read: read("embed.weight"),
+            [config.vocab_size, config.hidden_size],
+            FLOAT_TYPES[self.form],
+        )
+
+    def forward(self, op: OpBuilder, tokens: ir.Value) -> ir.Value:
+        """tokens [T] -> [T, D]."""
+        return as_float(op, op.Gather(self.weight, tokens, axis=0), self.form)
+
+
+def vocabulary_head(
+    config: DeepseekV4Config, options: ExportOptions
+) -> FloatLinear | NBitsLinear | DequantLinear:
+    """Hidden rows [O, D] to logits [O, V]."""
+    return linear(["head.weight"], config.hidden_size, config.vocab_size, options, rows=("O",))
+
+
 class DeepseekV4(nn.Module):
     """Tokens and plans in, logits of the requested rows and updated caches out."""
 
     def __init__(self, config: DeepseekV4Config, options: ExportOptions) -> None:
         super().__init__()
-        self.config = config
-        # Gathered rows are cast, never the table: a halved table stays halved in memory.
-        self.embed_form = WeightType.F32 if options.weights.bits else options.weights
-        self.embed = tensor(
-            lambda read: read("embed.weight"),
-            [config.vocab_size, config.hidden_size],
-            FLOAT_TYPES[self.embed_form],
-        )
+        self.config, self.pinned = config, options.capacity.pinned
+        self.embed = Embedding(config, options)
         layers = range(config.num_layers)
-        self.layers = nn.ModuleList([Layer(config, layer, options) for layer in layers])
-        self.hc_head = HyperHead(config)
-        self.norm = RMSNorm(vector("norm.weight", config.hidden_size), config.rms_norm_eps)
-        self.head = linear(
-            ["head.weight"], config.hidden_size, config.vocab_size, options, rows="O"
+        self.layers = nn.ModuleList(
+            [Layer(config, layer, f"layers.{layer}", options) for layer in layers]
         )
+        self.hc_head = HyperHead(config, "hc_head")
+        self.norm = RMSNorm(vector("norm.weight", config.hidden_size), config.rms_norm_eps)
+        self.head = vocabulary_head(config, options)
 
     def forward(
         self, op: OpBuilder, contract: Contract, inputs: Mapping[str, ir.Value]
     ) -> dict[str, ir.Value]:
         """Graph inputs by contract name -> graph outputs by contract name."""
-        values = emit_step(op, self.config, inputs)
-        rows = op.Gather(self.embed, values.tokens, axis=0)  # [T, D]
-        rows = as_float(op, rows, self.embed_form)
+        values = emit_step(op, self.config, inputs, self.pinned)
+        rows = self.embed(op, values.tokens)  # [T, D]
         streams = op.Expand(op.Unsqueeze(rows, [1]), [1, self.config.hc_mult, 1])
         outputs: dict[str, ir.Value] = {}
         for number, layer in enumerate(self.layers):
@@ -119,6 +149,8 @@ class DeepseekV4(nn.Module):
             streams, written = layer(op, streams, values, stored_caches(specs, inputs))
             outputs |= {s.out_name: written[s.kind].part(s.part) for s in specs}
         wanted = op.Gather(streams, inputs["out_rows"], axis=0)  # [O, M, D]
-        hidden = self.norm(op, self.hc_head(op, wanted))
-        outputs["logits"] = self.head(op, hidden)
+        outputs[EMBEDDINGS] = self.norm(op, self.hc_head(op, wanted))
+        outputs[LOGITS] = self.head(op, outputs[EMBEDDINGS])
+        if any(row.name == STREAMS for row in contract.outputs):
+            outputs[STREAMS] = op.Reshape(streams, [-1, stream_width(self.config)])
         return outputs

@@ -68,9 +68,12 @@ class StepValues:
 
 
 def emit_step(
-    op: OpBuilder, config: DeepseekV4Config, inputs: Mapping[str, ir.Value]
+    op: OpBuilder, config: DeepseekV4Config, inputs: Mapping[str, ir.Value], pinned: int = 0
 ) -> StepValues:
-    """Emit the shared values from the graph inputs, by contract name."""
+    """Emit the shared values from the graph inputs, by contract name.
+
+    pinned: first positions that every later token sees beside its window.
+    """
     tokens = op.Reshape(inputs["tokens"], [-1])  # [S, P] -> [T]
     positions = op.Reshape(inputs["positions"], [-1])
     size = op.Shape(inputs["tokens"])
@@ -85,7 +88,9 @@ def emit_step(
         num_streams=op.Shape(inputs["tokens"], start=0, end=1),
         num_tokens=num_tokens,
         raw=raw,
-        raw_bias=_raw_bias(op, config, inputs["positions"], raw, num_raw),
+        raw_bias=_raw_bias(
+            op, (config.sliding_window, pinned), inputs["positions"], raw, num_raw
+        ),
         num_raw=num_raw,
         zero_column=zeros,
         ropes=_rope_sets(op, config, positions, frequencies, rotation),
@@ -129,19 +134,25 @@ def _rope_sets(
 
 def _raw_bias(
     op: OpBuilder,
-    config: DeepseekV4Config,
+    window_and_pinned: tuple[int, int],
     positions: ir.Value,
     raw: RawFields[ir.Value],
     num_raw: ir.Value,
 ) -> ir.Value:
-    """0 for rows inside a token's window and below its stream's count, else MASKED: [T, 1, W]."""
+    """0 for rows that a token sees and that its stream's count covers, else MASKED: [T, 1, W].
+
+    A token sees its window, and the pinned positions up to its own.
+    """
+    window, pinned = window_and_pinned
     query = op.Unsqueeze(positions, [-1])  # [S, P, 1]
     key = op.Unsqueeze(raw.read_pos, [1])  # [S, 1, W]
-    recent = op.Greater(key, op.Sub(query, config.sliding_window))
+    near = op.Greater(key, op.Sub(query, window))
+    if pinned:
+        near = op.Or(near, op.Less(key, pinned))
     live = op.Less(
         _iota(op, num_raw), op.Unsqueeze(raw.read_counts, [-1, -2])
     )  # [W] < [S, 1, 1]
-    seen = op.And(op.And(op.LessOrEqual(key, query), recent), live)  # [S, P, W]
+    seen = op.And(op.And(op.LessOrEqual(key, query), near), live)  # [S, P, W]
     shape = op.Concat([-1, 1], num_raw, axis=0)
     return op.Reshape(op.Where(seen, 0.0, MASKED), shape)
 

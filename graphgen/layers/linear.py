@@ -20,6 +20,7 @@ from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 
 Matrix = Callable[[Read], NDArray[Any]]
+Rows = tuple[int | str, ...]  # the dims of an input in front of its last one
 FLOAT_TYPES = {
     WeightType.F32: ir.DataType.FLOAT,
     WeightType.F16: ir.DataType.FLOAT16,
@@ -39,9 +40,9 @@ def linear(
     size_in: int,
     size_out: int,
     options: ExportOptions,
-    rows: str = "T",
+    rows: Rows = ("T",),
 ) -> FloatLinear | NBitsLinear | DequantLinear:
-    """The linear layer of the chosen weight form for a big matrix, for inputs [rows, in]."""
+    """The linear layer of the chosen weight form for a big matrix, for inputs [*rows, in]."""
     if options.weights.bits is None:
         return FloatLinear(joined(names), size_in, size_out, options.weights)
     check_blocks(names[0], size_in, BLOCK)
@@ -49,7 +50,7 @@ def linear(
 
 
 def quant_linear(
-    matrix: Matrix, size_in: int, size_out: int, options: ExportOptions, rows: str = "T"
+    matrix: Matrix, size_in: int, size_out: int, options: ExportOptions, rows: Rows = ("T",)
 ) -> NBitsLinear | DequantLinear:
     """The quantised form of the dialect."""
     bits, block = options.weights.bits, BLOCK
@@ -87,7 +88,7 @@ class FloatLinear(nn.Module):
         )
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """x [T, in] -> [T, out]."""
+        """x [..., in] -> [..., out]."""
         return op.MatMul(x, as_float(op, self.weight, self.form))
 
 
@@ -95,7 +96,7 @@ class NBitsLinear(nn.Module):
     """com.microsoft MatMulNBits: weights [out, blocks, bytes] as the kernel reads them."""
 
     def __init__(
-        self, matrix: Matrix, size_in: int, size_out: int, bits: int, block: int, rows: str
+        self, matrix: Matrix, size_in: int, size_out: int, bits: int, block: int, rows: Rows
     ) -> None:
         super().__init__()
         blocks, self.rows = size_in // block, rows
@@ -114,7 +115,7 @@ class NBitsLinear(nn.Module):
         self.scales = recipe.weight("scales", [size_out, blocks])
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """x [T, in] -> [T, out]."""
+        """x [..., in] -> [..., out]."""
         y = op.MatMulNBits(
             x,
             self.weight,
@@ -123,7 +124,7 @@ class NBitsLinear(nn.Module):
             accuracy_level=ACCURACY_LEVEL,
             _domain="com.microsoft",
         )
-        return with_shape(y, [self.rows, self.sizes["N"]])
+        return with_shape(y, [*self.rows, self.sizes["N"]])
 
 
 class DequantLinear(nn.Module):
@@ -153,7 +154,7 @@ class DequantLinear(nn.Module):
         self.scales = recipe.weight("scales", [size_in // block, size_out])
 
     def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
-        """x [T, in] -> [T, out]."""
+        """x [..., in] -> [..., out]."""
         matrix = op.DequantizeLinear(self.weight, self.scales, axis=0, block_size=self.block)
         return op.MatMul(x, matrix)
 

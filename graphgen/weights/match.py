@@ -20,6 +20,7 @@ from cachegraph.graphgen.weights.dequant import (
 )
 from cachegraph.graphgen.weights.files import Entry
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.deepseek_v4.draft_tensors import draft_table
 from cachegraph.models.deepseek_v4.tensors import (
     PACKED_KINDS,
     TensorKind,
@@ -65,18 +66,22 @@ class _Faults:
 
 
 def match_tensors(
-    config: DeepseekV4Config, entries: Mapping[str, Entry], where: str
+    config: DeepseekV4Config,
+    entries: Mapping[str, Entry],
+    where: str,
+    *,
+    with_draft: bool = False,
 ) -> dict[str, Source]:
     """The source of every tensor of the model, by our name.
 
     CheckpointError that lists all missing, unexpected and mis-shaped tensors, or says which tensors
-    belong to another architecture. Tensors of the MTP block are left out.
+    belong to another architecture. Tensors of the MTP block are left out unless `with_draft`.
     """
     faults = _Faults()
     named = _by_our_name(entries, faults)
     parts = _split_fused(config, named, faults)
     sources: dict[str, Source] = {}
-    for spec in tensor_table(config):
+    for spec in (*tensor_table(config), *(draft_table(config) if with_draft else ())):
         source = parts.pop(spec.name, None)
         if source is None and spec.name in named:
             source = _source(spec, named, faults)
@@ -84,7 +89,9 @@ def match_tensors(
             faults.missing.append(f"{spec.name} {list(spec.shape)}")
         if source is not None:
             sources[spec.name] = source
-    faults.unexpected += [entry.name for name, entry in named.items() if not is_left_out(name)]
+    faults.unexpected += [
+        entry.name for name, entry in named.items() if with_draft or not is_left_out(name)
+    ]
     _raise(faults, where)
     return sources
 

@@ -46,11 +46,15 @@ class Recipe:
 
 
 class Weight(nn.Parameter):
-    """A parameter with a recipe; its data lives in the bundle's weights file."""
+    """A parameter with a recipe; its data lives in the bundle's weights file.
+
+    `stored` is the weight whose bytes it reads: itself, or one of another graph (`share`).
+    """
 
     def __init__(self, shape: Sequence[int], dtype: ir.DataType, recipe: Recipe) -> None:
         super().__init__(list(shape), dtype)
         self.recipe = recipe
+        self.stored = self
 
     @property
     def num_bytes(self) -> int:
@@ -63,6 +67,18 @@ class Weight(nn.Parameter):
         """The shape as numbers."""
         assert self.shape is not None
         return tuple(self.shape.numpy())
+
+
+def share(module: nn.Module, source: nn.Module) -> None:
+    """Let a module's weights read the bytes of those of `source`, made alike for another graph.
+
+    A parameter belongs to one graph, so that a second one needs parameters of its own.
+    """
+    for ours, theirs in zip(module.parameters(), source.parameters(), strict=True):
+        assert isinstance(ours, Weight)
+        assert isinstance(theirs, Weight)
+        assert (ours.sizes, ours.dtype) == (theirs.sizes, theirs.dtype)
+        ours.stored, ours.recipe = theirs, theirs.recipe
 
 
 def tensor(

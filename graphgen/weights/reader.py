@@ -19,6 +19,7 @@ from cachegraph.graphgen.weights.dequant import (
 from cachegraph.graphgen.weights.files import Entry, read_folder
 from cachegraph.graphgen.weights.match import Form, Source, match_tensors, num_items
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
+from cachegraph.models.deepseek_v4.draft_tensors import has_draft
 from cachegraph.models.deepseek_v4.tensors import TensorSpec
 from cachegraph.models.errors import CheckpointError
 
@@ -82,11 +83,21 @@ def _scales(entry: Entry) -> np.ndarray:
     return decode_scales(entry.name, entry.read(), entry.dtype).reshape(entry.shape)
 
 
-def open_checkpoint(folder: Path, config: DeepseekV4Config) -> Checkpoint:
+def holds_draft(folder: Path) -> bool:
+    """Whether a checkpoint has the MTP block; CheckpointError where its files are damaged."""
+    return has_draft(read_folder(folder))
+
+
+def open_checkpoint(
+    folder: Path, config: DeepseekV4Config, *, with_draft: bool = False
+) -> Checkpoint:
     """The checkpoint in a folder, single or sharded, with every tensor of `config` found.
 
-    Reads headers only. CheckpointError where files are damaged or absent, or listing all missing,
-    unexpected and mis-shaped tensors at once.
+    with_draft: those of the MTP block too; they are left out otherwise. Reads headers only.
+    CheckpointError where files are damaged or absent, or listing all missing, unexpected and
+    mis-shaped tensors at once.
     """
     folder = Path(folder)
-    return Checkpoint(config, match_tensors(config, read_folder(folder), str(folder)))
+    entries = read_folder(folder)
+    sources = match_tensors(config, entries, str(folder), with_draft=with_draft)
+    return Checkpoint(config, sources)

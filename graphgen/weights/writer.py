@@ -48,12 +48,14 @@ class WeightsLayout:
 
 
 def plan_layout(weights: Iterable[Weight]) -> WeightsLayout:
-    """Lay the tensors out, large first."""
+    """Lay the tensors out, large first; one that several graphs share, once."""
     entries: dict[str, dict[str, object]] = {}
     starts: dict[str, int] = {}
     position = 0
-    for weight in sorted(weights, key=lambda w: (-w.num_bytes, str(w.name))):
+    stored = dict.fromkeys(weight.stored for weight in weights)
+    for weight in sorted(stored, key=lambda w: (-w.num_bytes, str(w.name))):
         name = str(weight.name)
+        assert name not in starts, f"two weights of different graphs are called {name}"
         form, _ = _FORMS[_dtype(weight)]
         shape = list(weight.sizes)
         if weight.dtype is ir.DataType.INT4:
@@ -74,7 +76,7 @@ def attach(weights: Iterable[Weight], layout: WeightsLayout, file_name: str) -> 
     for weight in weights:
         weight.const_value = ir.ExternalTensor(
             location=file_name,
-            offset=layout.offsets[str(weight.name)],
+            offset=layout.offsets[str(weight.stored.name)],
             length=weight.num_bytes,
             dtype=_dtype(weight),
             shape=ir.Shape(weight.sizes),

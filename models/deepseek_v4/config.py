@@ -6,7 +6,7 @@ Parsing config.json lives in `parse.py`, the JSON form of this class in `serial.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -83,6 +83,16 @@ class DeepseekV4Config:
     def num_layers(self) -> int:
         """Main layers, the MTP block not counted."""
         return len(self.layer_kinds)
+
+    @property
+    def draft(self) -> DeepseekV4Config:
+        """The MTP block as a model of one layer, whatever the main layers are.
+
+        Its attention sees the window alone and its experts are chosen by score.
+        """
+        return replace(
+            self, layer_kinds=(LayerKind.WINDOW,), num_hash_layers=0, num_nextn_layers=0
+        )
 
     def ratio(self, kind: LayerKind) -> int:
         """Tokens per compressed row of a layer kind; 0 for window layers."""

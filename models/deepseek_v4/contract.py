@@ -6,6 +6,7 @@ and fills them. Dimension names (S, P, T, NC ...) are those of models/planner_sp
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import ceil
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, dou
 from cachegraph.models.cache_types import CacheTypes, cache_specs
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import (
+    EMBEDDINGS,
+    LOGITS,
+    STREAMS,
     CacheKind,
     CacheSpec,
     Contract,
@@ -22,6 +26,7 @@ from cachegraph.models.contract import (
     Planner,
     Role,
     RowLayout,
+    RowSharing,
     TensorRow,
     cache_rows,
 )
@@ -83,7 +88,8 @@ def window_rows(config: DeepseekV4Config, kind: CacheKind) -> int:
 def rows_per_stream(config: DeepseekV4Config, capacity: Capacity, kind: CacheKind) -> int:
     """Live rows of one stream in a cache kind."""
     if kind is CacheKind.RAW:
-        return config.sliding_window + capacity.max_step + capacity.rewind
+        window = capacity.pinned + config.sliding_window
+        return window + capacity.max_step + capacity.rewind
     if kind in _STATE_OF:
         return max(1, ceil(capacity.context / ratio_of(config, kind)))
     compressed = next(k for k, state in _STATE_OF.items() if state is kind)
@@ -97,7 +103,7 @@ def planner_specs(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:
         CacheKind.HCA: (CacheKind.HCA,),
     }
     return PlannerSpecs(
-        raw=RawSpec(window=config.sliding_window),
+        raw=RawSpec(window=config.sliding_window, pinned=capacity.pinned),
         compressors=tuple(
             CompressorSpec(
                 kind=kind,
@@ -139,7 +145,9 @@ def largest_bucket(config: DeepseekV4Config, capacity: Capacity) -> Bucket:
     )
 
 
-def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, RowLayout]:
+def layouts(
+    config: DeepseekV4Config, capacity: Capacity, raw: RowSharing = RowSharing.PER_STREAM
+) -> dict[CacheKind, RowLayout]:
     """The row layout of every cache kind that some layer has.
 
     Spare rows are as many as the largest bucket can pad: each padded write has its own.
@@ -157,6 +165,7 @@ def layouts(config: DeepseekV4Config, capacity: Capacity) -> dict[CacheKind, Row
             streams=capacity.sequences,
             sentinels=_sentinels(kind),
             spare_rows=spare[kind],
+            sharing=raw if kind is CacheKind.RAW else RowSharing.PER_STREAM,
         )
         for kind in CacheKind
         if kind in present
@@ -179,10 +188,13 @@ def cache_width(config: DeepseekV4Config, kind: CacheKind) -> int:
 
 
 def caches(
-    config: DeepseekV4Config, capacity: Capacity, types: CacheTypes
+    config: DeepseekV4Config,
+    capacity: Capacity,
+    types: CacheTypes,
+    raw: RowSharing = RowSharing.PER_STREAM,
 ) -> tuple[CacheSpec, ...]:
     """Every cache of the model, layer by layer. ConfigError for a width that a type cannot hold."""
-    by_kind = layouts(config, capacity)
+    by_kind = layouts(config, capacity, raw)
     return tuple(
         spec
         for layer, layer_kind in enumerate(config.layer_kinds)
@@ -194,28 +206,60 @@ def caches(
 
 
 def contract(
-    config: DeepseekV4Config, capacity: Capacity, types: CacheTypes | None = None
+    config: DeepseekV4Config,
+    capacity: Capacity,
+    types: CacheTypes | None = None,
+    raw: RowSharing = RowSharing.PER_STREAM,
+    *,
+    with_streams: bool = False,
 ) -> Contract:
-    """The whole contract of the template graph; caches are f32 unless `types` says otherwise."""
-    specs = caches(config, capacity, types or CacheTypes())
-    plans = _raw_rows()
+    """The whole contract of the template graph; caches are f32 unless `types` says otherwise.
+
+    with_streams: the graph also gives the residual streams, which a draft graph starts from.
+    """
+    specs = caches(config, capacity, types or CacheTypes(), raw)
+    plans = raw_rows()
     for kind in compressor_kinds(config):
         plans += _compressor_rows(config, kind)
-    logits = TensorRow(
-        name="logits",
-        dtype=DType.FLOAT32,
-        shape=("O", config.vocab_size),
-        role=Role.RESULT,
-        is_output=True,
-        meaning="scores of the next token, one row for each entry of out_rows",
-    )
+    names = (LOGITS, EMBEDDINGS, STREAMS) if with_streams else (LOGITS, EMBEDDINGS)
     sides = cache_rows(specs)
     half = len(specs)
-    rows = (*_batch_rows(), *plans, *sides[:half], logits, *sides[half:])
+    rows = (*batch_rows(), *plans, *sides[:half], *result_rows(config, names), *sides[half:])
     return Contract(rows=rows, caches=specs)
 
 
-def _batch_rows() -> tuple[TensorRow, ...]:
+def result_rows(config: DeepseekV4Config, names: Collection[str]) -> tuple[TensorRow, ...]:
+    """The results of these names, which the host reads."""
+    rows: tuple[tuple[str, tuple[Dim, ...], str], ...] = (
+        (LOGITS, ("O", config.vocab_size), "scores of the next token at each of out_rows"),
+        (EMBEDDINGS, ("O", config.hidden_size), "normed hidden state at each of out_rows"),
+        (
+            STREAMS,
+            ("T", stream_width(config)),
+            "residual streams of each token after the last layer, before the head",
+        ),
+    )
+    return tuple(
+        TensorRow(
+            name=name,
+            dtype=DType.FLOAT32,
+            shape=shape,
+            role=Role.RESULT,
+            is_output=True,
+            meaning=meaning,
+        )
+        for name, shape, meaning in rows
+        if name in names
+    )
+
+
+def stream_width(config: DeepseekV4Config) -> int:
+    """M*D: values of all residual streams of a token."""
+    return config.hc_mult * config.hidden_size
+
+
+def batch_rows() -> tuple[TensorRow, ...]:
+    """Tokens, their positions, and which rows of them want logits."""
     rows: tuple[tuple[str, tuple[Dim, ...], Padding, str], ...] = (
         ("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
         ("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
@@ -244,7 +288,8 @@ class _Plan(NamedTuple):
     spare_of: CacheKind | None = None
 
 
-def _raw_rows() -> tuple[TensorRow, ...]:
+def raw_rows() -> tuple[TensorRow, ...]:
+    """Plan inputs of the raw caches."""
     rows = RawFields[_Plan](
         write_idxs=_Plan(
             ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW

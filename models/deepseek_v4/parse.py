@@ -96,7 +96,7 @@ def parse_config(raw: Mapping[str, object]) -> DeepseekV4Config:
     values["num_nextn_layers"] = (
         top.integer("num_nextn_predict_layers") if top.has("num_nextn_predict_layers") else 0
     )
-    values |= _layers(top, values["num_nextn_layers"] or 0)
+    values |= _layers(top)
     ropes = read_ropes(top, values["head_dim"])
     values["rope_head_dim"], values["rope_main"], values["rope_compress"] = ropes
     values["bos_token_id"], values["eos_token_ids"] = _special_tokens(top)
@@ -148,7 +148,7 @@ def _special_tokens(top: Fields) -> tuple[int | None, tuple[int, ...]]:
     return bos, () if eos is None else (eos,)
 
 
-def _layers(top: Fields, nextn: int) -> dict[str, Any]:
+def _layers(top: Fields) -> dict[str, Any]:
     """layer_kinds, num_hash_layers, csa_ratio and hca_ratio; None where they cannot be read."""
     count = top.integer("num_hidden_layers")
     ratios = {LayerKind.CSA: 4, LayerKind.HCA: 128}
@@ -159,7 +159,7 @@ def _layers(top: Fields, nextn: int) -> dict[str, Any]:
         rates.finish()
     top.ignore(("compress_rates", "layer_types", "compress_ratios"))
     if top.has("compress_ratios") or not top.has("layer_types"):
-        kinds = _kinds_from_ratios(top, count, nextn, ratios)
+        kinds = _kinds_from_ratios(top, count, ratios)
     else:
         kinds = None
     if top.has("layer_types"):
@@ -176,21 +176,22 @@ def _layers(top: Fields, nextn: int) -> dict[str, Any]:
 
 
 def _kinds_from_ratios(
-    top: Fields, count: int | None, nextn: int, ratios: Mapping[LayerKind, int]
+    top: Fields, count: int | None, ratios: Mapping[LayerKind, int]
 ) -> tuple[LayerKind, ...] | None:
-    """Layer kinds from one ratio per layer, with or without entries for the MTP block."""
+    """Layer kinds from one ratio per layer, with or without an entry for the MTP block."""
     entries = top.integers("compress_ratios")
     if entries is None or count is None:
         return None
-    if len(entries) not in (count, count + nextn):
+    if len(entries) not in (count, count + 1):
         top.note(
-            f"compress_ratios has {len(entries)} entries; num_hidden_layers {count} and "
-            f"num_nextn_predict_layers {nextn} allow {count} or {count + nextn}"
+            f"compress_ratios has {len(entries)} entries; num_hidden_layers {count} allows "
+            f"{count}, or {count + 1} with one for the MTP block"
         )
         return None
     if any(entries[count:]):
         top.note(
-            "compress_ratios gives the MTP block a compressor; it has window attention only"
+            f"compress_ratios gives the MTP block, entry {count}, the ratio {entries[count]}; "
+            "it must be 0: the block has window attention only"
         )
     kind_of = {ratios[kind]: kind for kind in ratios} | {0: LayerKind.WINDOW}
     unknown = sorted({ratio for ratio in entries[:count] if ratio not in kind_of})

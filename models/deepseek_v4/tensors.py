@@ -44,12 +44,16 @@ class TensorSpec:
 def tensor_table(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
     """Every tensor of the main model, in the order of the published checkpoint.
 
-    The MTP block is not part of it. On V4-Flash these are 34,000 rows, most of them experts.
+    The MTP block has a table of its own. On V4-Flash these are 34,000 rows, most of them experts.
     """
     hidden, streams = config.hidden_size, config.hc_mult
     specs = [
         _spec("embed.weight", TensorKind.FLOAT_MATRIX, config.vocab_size, hidden),
-        *(spec for layer in range(config.num_layers) for spec in _layer(config, layer)),
+        *(
+            spec
+            for layer in range(config.num_layers)
+            for spec in block_tensors(config, layer, f"layers.{layer}.")
+        ),
         _spec("norm.weight", TensorKind.PARAMETER, hidden),
         _spec("head.weight", TensorKind.FLOAT_MATRIX, config.vocab_size, hidden),
         _spec("hc_head_fn", TensorKind.PARAMETER, streams, streams * hidden),
@@ -68,8 +72,8 @@ def _spec(name: str, kind: TensorKind, *shape: int) -> TensorSpec:
     return TensorSpec(name=name, shape=shape, kind=kind)
 
 
-def _layer(config: DeepseekV4Config, layer: int) -> Iterator[TensorSpec]:
-    prefix = f"layers.{layer}."
+def block_tensors(config: DeepseekV4Config, layer: int, prefix: str) -> Iterator[TensorSpec]:
+    """The tensors of one layer's block, under a prefix such as `layers.3.`."""
     hidden, streams = config.hidden_size, config.hc_mult
     mixes = (2 + streams) * streams  # pre, post and comb rows
     for site in ("attn", "ffn"):
@@ -265,12 +269,15 @@ def is_left_out(name: str) -> bool:
     return name.startswith("mtp.")
 
 
-_DSPARK_PARTS = (".main_proj.", ".main_norm.", ".markov_head.", ".confidence_head.")
+# A DSpark drafter has three stages and parts of its own; an MTP block is `mtp.0` alone.
+_DSPARK_NAME = re.compile(
+    r"mtp\.([1-9]|.*\.(main_proj|main_norm|markov_head|confidence_head)\.)"
+)
 
 
 def refusal(name: str) -> str | None:
     """Why a tensor means another architecture; None where it does not."""
-    if is_left_out(name) and any(part in name for part in _DSPARK_PARTS):
+    if _DSPARK_NAME.match(name):
         return DSPARK
     if name.endswith(".gate.bias_vl") or name.split(".")[0].startswith("vision"):
         return VISION

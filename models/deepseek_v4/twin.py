@@ -68,9 +68,10 @@ class LayerRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TwinRun:
-    """A whole run: logits [T, vocab] and every layer's record."""
+    """A whole run: logits [T, vocab], the last layer's streams [T, M, D], every layer's record."""
 
     logits: Floats
+    streams: Floats
     layers: tuple[LayerRun, ...]
 
     @property
@@ -84,11 +85,13 @@ def forward(
     config: DeepseekV4Config,
     weights: Mapping[str, npt.NDArray[np.generic]],
     tokens: Sequence[int] | Ids,
+    pinned: int = 0,
 ) -> TwinRun:
     """Run one sequence of T token ids from position 0.
 
     weights: float arrays by published name without prefix (`layers.0.attn.wq_a.weight`), the
-    token-to-expert tables integers. CheckpointError where one is missing.
+    token-to-expert tables integers. CheckpointError where one is missing. pinned: first positions
+    that every later token sees; the published model has none.
     """
     tensors = Tensors(weights)
     ids = np.asarray(tokens, dtype=np.int64)
@@ -96,22 +99,29 @@ def forward(
     streams = np.repeat(embedded[:, None, :], config.hc_mult, axis=1)  # [T, M, D]
     layers = []
     for layer in range(config.num_layers):
-        streams, run = run_layer(config, tensors.under(f"layers.{layer}"), layer, streams, ids)
+        part = tensors.under(f"layers.{layer}")
+        streams, run = run_layer(config, part, layer, streams, ids, pinned)
         layers.append(run)
     collapsed = hyper_head(config, tensors, streams)
     normed = rms_norm(collapsed, config.rms_norm_eps, tensors.floats("norm.weight"))
-    return TwinRun(logits=tensors.linear(normed, "head"), layers=tuple(layers))
+    logits = tensors.linear(normed, "head")
+    return TwinRun(logits=logits, streams=streams, layers=tuple(layers))
 
 
 def run_layer(
-    config: DeepseekV4Config, tensors: Tensors, layer: int, streams: Floats, token_ids: Ids
+    config: DeepseekV4Config,
+    tensors: Tensors,
+    layer: int,
+    streams: Floats,
+    token_ids: Ids,
+    pinned: int = 0,
 ) -> tuple[Floats, LayerRun]:
     """One layer on streams [T, M, D]; tensors are those under `layers.N`."""
     eps, kind = config.rms_norm_eps, config.layer_kinds[layer]
 
     site = hyper_weights(config, tensors, "hc_attn", streams)
     x = rms_norm(hyper_input(site, streams), eps, tensors.floats("attn_norm.weight"))
-    attention = run_attention(config, tensors.under("attn"), kind, x)
+    attention = run_attention(config, tensors.under("attn"), kind, x, pinned)
     streams = hyper_output(site, streams, attention.out)
 
     site = hyper_weights(config, tensors, "hc_ffn", streams)
@@ -126,7 +136,7 @@ def run_layer(
 
 
 def run_attention(
-    config: DeepseekV4Config, tensors: Tensors, kind: LayerKind, x: Floats
+    config: DeepseekV4Config, tensors: Tensors, kind: LayerKind, x: Floats, pinned: int = 0
 ) -> AttentionRun:
     """Attention of one layer on x [T, D]; tensors are those under `layers.N.attn`."""
     eps, num_tokens = config.rms_norm_eps, len(x)
@@ -143,7 +153,8 @@ def run_attention(
     sinks = tensors.floats("attn_sink")
     mixed = np.zeros_like(queries)
     for token, choice in enumerate(chosen):
-        rows = raw[max(0, token + 1 - config.sliding_window) : token + 1]
+        seen = np.arange(token + 1)
+        rows = raw[: token + 1][(seen < pinned) | (seen > token - config.sliding_window)]
         for source in (CacheKind.CSA, CacheKind.HCA):
             if source in compressors:
                 rows = np.concatenate([rows, compressors[source].rows[choice.ids]])

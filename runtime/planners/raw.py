@@ -36,17 +36,19 @@ def plan_raw(
     write_idxs: IntArray,
     streams: Sequence[int],
     oldest: IntArray | None = None,
+    pinned: int = 0,
 ) -> RawPlan:
     """Plan one step; changes nothing.
 
     write_idxs: rows reserved for the tokens, which `cells` already names. streams: sequence ids.
-    oldest: [S] oldest position that some query of each stream sees; None cuts nothing.
+    oldest: [S] oldest position that some query of each stream sees; None cuts nothing. pinned:
+    first positions that every query sees.
     """
     held = cells.positions
     floor = 0 if oldest is None else np.maximum(oldest, 0)[:, None]
     ids = streams[0] if len(streams) == 1 else None
     members = cells.members[ids : ids + 1] if ids is not None else cells.members[list(streams)]
-    seen = members & (held >= floor)  # [S, cells]
+    seen = members & ((held >= floor) | (held < pinned))  # [S, cells]
     stream_of, slots = seen.nonzero()
     return RawPlan(
         write_idxs=write_idxs,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cachegraph.models.buckets import Bucket, BucketLadder
 from cachegraph.models.contract import CacheKind, Contract
-from cachegraph.models.planner_specs import PlannerSpecs
+from cachegraph.models.planner_specs import PlannerSpecs, RawSpec
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.cells import CellTable, Reservation
 from cachegraph.runtime.planners.compressor import (
@@ -30,7 +30,7 @@ class StepSizes:
     """What planning needs to know of a bundle: the raw rows, and each compressor with a plan."""
 
     raw_rows: int
-    raw_window: int
+    raw: RawSpec
     compressors: Mapping[CacheKind, CompressorSizes]
 
     @classmethod
@@ -38,7 +38,7 @@ class StepSizes:
         """Sizes from planner specs and layouts; ContractError where these do not fit."""
         return cls(
             raw_rows=contract.layout(CacheKind.RAW).live_rows,
-            raw_window=specs.raw.window,
+            raw=specs.raw,
             compressors={c.kind: CompressorSizes.of(c, contract) for c in specs.compressors},
         )
 
@@ -103,7 +103,8 @@ def plan_step(sizes: StepSizes, cells: CellTable, ubatch: UBatch) -> StepPlan:
         view,
         write_idxs=reservation.rows,
         streams=ubatch.streams,
-        oldest=first - (sizes.raw_window - 1),
+        oldest=first - (sizes.raw.window - 1),
+        pinned=sizes.raw.pinned,
     )
     validate_raw(raw, view, ubatch.positions, num_rows=sizes.raw_rows)
     tokens = PlanTokens.of_ubatch(ubatch)

@@ -5,21 +5,17 @@ A PlanError names planner, field, position and bound. Judges plans; makes none.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import numpy as np
 
-from cachegraph.models.errors import PlanError
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.cells import CellView
+from cachegraph.runtime.planners.checks import distinct, fail, in_range, same
 from cachegraph.runtime.planners.compressor import (
     CompressorPlan,
     CompressorSizes,
     PlanTokens,
 )
 from cachegraph.runtime.planners.raw import RawPlan
-
-_SMALL = 16  # below this, a list in Python is faster than a numpy reduction
 
 
 def validate_tokens(tokens: PlanTokens) -> None:
@@ -30,7 +26,7 @@ def validate_tokens(tokens: PlanTokens) -> None:
     positions = tokens.positions
     if positions.size and positions.min() < 0:
         at = int(positions.argmin())
-        _fail("every", "positions", at, f"{positions[at]} is negative")
+        fail("every", "positions", at, f"{positions[at]} is negative")
     seen: dict[tuple[int, int], int] = {}
     for place, token in zip(
         zip(tokens.owner_streams.tolist(), tokens.owner_positions.tolist(), strict=True),
@@ -38,9 +34,7 @@ def validate_tokens(tokens: PlanTokens) -> None:
         strict=True,
     ):
         if seen.setdefault(place, token) != token:
-            _fail(
-                "every", "positions", token, f"{place[1]} is repeated in sequence {place[0]}"
-            )
+            fail("every", "positions", token, f"{place[1]} is repeated in sequence {place[0]}")
 
 
 def validate_raw(
@@ -50,14 +44,14 @@ def validate_raw(
 
     The cell reserved for each token must hold that token's position, if positions are given.
     """
-    _in_range("raw", "write_idxs", plan.write_idxs, num_rows)
-    _in_range("raw", "read_idxs", plan.read_idxs, num_rows)
-    _same("raw", "read_pos", plan.read_pos.size, plan.read_idxs.size)
-    _same("raw", "read_counts, summed", int(plan.read_counts.sum()), plan.read_idxs.size)
-    _distinct("raw", "write_idxs", plan.write_idxs)
+    in_range("raw", "write_idxs", plan.write_idxs, num_rows)
+    in_range("raw", "read_idxs", plan.read_idxs, num_rows)
+    same("raw", "read_pos", plan.read_pos.size, plan.read_idxs.size)
+    same("raw", "read_counts, summed", int(plan.read_counts.sum()), plan.read_idxs.size)
+    distinct("raw", "write_idxs", plan.write_idxs)
     if positions is None:
         return
-    _same("raw", "write_idxs", plan.write_idxs.size, positions.size)
+    same("raw", "write_idxs", plan.write_idxs.size, positions.size)
     if cells.rows is not None:
         held = dict(zip(cells.rows.tolist(), cells.positions.tolist(), strict=True))
         placed = np.array([held.get(row, -1) for row in plan.write_idxs.tolist()], np.int64)
@@ -66,7 +60,7 @@ def validate_raw(
     wrong = placed != positions
     if wrong.any():
         at = int(wrong.argmax())
-        _fail(
+        fail(
             "raw",
             "write_idxs",
             at,
@@ -81,66 +75,32 @@ def validate_compressor(
     """PlanError unless the plan of `count` tokens is whole, in range and writes no row twice."""
     blocks = plan.num_blocks
     for field in ("state_pos", "state_delta_src_idxs", "state_delta_dst_idxs", "n_visible"):
-        _same(name, field, getattr(plan, field).size, count)
-    _same(name, "state_write_pos", plan.state_write_pos.size, blocks)
-    _same(name, "state_read_idxs", plan.state_read_idxs.size, blocks * sizes.window)
+        same(name, field, getattr(plan, field).size, count)
+    same(name, "state_write_pos", plan.state_write_pos.size, blocks)
+    same(name, "state_read_idxs", plan.state_read_idxs.size, blocks * sizes.window)
     kept = plan.state_persist_dst_idxs
-    _same(name, "state_persist_src_idxs", plan.state_persist_src_idxs.size, kept.size)
-    _in_range(name, "state_pos", plan.state_pos, sizes.ratio)
-    _in_range(name, "state_delta_src_idxs", plan.state_delta_src_idxs, count)
-    _in_range(name, "state_delta_dst_idxs", plan.state_delta_dst_idxs, sizes.state_rows)
-    _in_range(name, "state_persist_src_idxs", plan.state_persist_src_idxs, count)
-    _in_range(name, "state_persist_dst_idxs", kept, sizes.state_rows)
-    _in_range(name, "n_visible", plan.n_visible, sizes.rows_per_stream + 1)
-    _distinct(name, "state_persist_dst_idxs", kept)
+    same(name, "state_persist_src_idxs", plan.state_persist_src_idxs.size, kept.size)
+    in_range(name, "state_pos", plan.state_pos, sizes.ratio)
+    in_range(name, "state_delta_src_idxs", plan.state_delta_src_idxs, count)
+    in_range(name, "state_delta_dst_idxs", plan.state_delta_dst_idxs, sizes.state_rows)
+    in_range(name, "state_persist_src_idxs", plan.state_persist_src_idxs, count)
+    in_range(name, "state_persist_dst_idxs", kept, sizes.state_rows)
+    in_range(name, "n_visible", plan.n_visible, sizes.rows_per_stream + 1)
+    distinct(name, "state_persist_dst_idxs", kept)
     if blocks:
         sentinel = 1 if sizes.overlap else 0
-        _in_range(
+        in_range(
             name, "state_read_idxs", plan.state_read_idxs, sizes.state_rows + count + sentinel
         )
-        _in_range(
+        in_range(
             name,
             "state_write_idxs",
             plan.state_write_idxs,
             sizes.rows_per_stream * sizes.streams,
         )
-        _in_range(
+        in_range(
             name, "state_write_pos", plan.state_write_pos, sizes.rows_per_stream * sizes.ratio
         )
-        _distinct(name, "state_write_idxs", plan.state_write_idxs)
+        distinct(name, "state_write_idxs", plan.state_write_idxs)
     if not 0 < plan.num_exposed <= sizes.rows_per_stream:
-        _fail(name, "rows", 0, f"{plan.num_exposed} rows exposed of {sizes.rows_per_stream}")
-
-
-def _in_range(planner: str, field: str, values: IntArray, bound: int) -> None:
-    if not values.size:
-        return
-    if values.size <= _SMALL:
-        items = values.tolist()
-        low, high = min(items), max(items)
-    else:
-        low, high = int(values.min()), int(values.max())
-    if low < 0 or high >= bound:
-        at = int(((values < 0) | (values >= bound)).argmax())
-        _fail(planner, field, at, f"{values[at]} is outside 0 to {bound - 1}")
-
-
-def _distinct(planner: str, field: str, values: IntArray) -> None:
-    items = values.tolist()
-    if len(set(items)) == len(items):
-        return
-    first: dict[int, int] = {}
-    for at, value in enumerate(items):
-        if first.setdefault(value, at) != at:
-            _fail(planner, field, at, f"row {value} is written twice, first at {first[value]}")
-
-
-def _same(planner: str, field: str, got: int, wanted: int) -> None:
-    if got != wanted:
-        raise PlanError(
-            f"{planner} plan: {field}: has {got} entries, wanted {wanted}; the graph was not run"
-        )
-
-
-def _fail(planner: str, field: str, at: int, fault: str) -> NoReturn:
-    raise PlanError(f"{planner} plan: {field}[{at}]: {fault}; the graph was not run")
+        fail(name, "rows", 0, f"{plan.num_exposed} rows exposed of {sizes.rows_per_stream}")

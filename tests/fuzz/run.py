@@ -52,6 +52,7 @@ def report(score: Score, seed: int, seconds: float) -> str:
         *score.failures,
         f"near ties of a top-k, where no equality is owed: {len(score.near_ties)}",
         *score.near_ties,
+        *(f"{name}: {count}" for name, count in sorted(score.outcomes.items())),
         f"models {', '.join(MODELS)} (weights of seed {SEED}), {CAPACITY}",
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {seconds:.0f} s, one thread",
         f"{_processor()}, {platform.system()} {platform.release()}",

@@ -146,7 +146,7 @@ def test_sinkhorn_columns_come_last(tmp_path: Path) -> None:
 
 def test_hyper_head(tmp_path: Path) -> None:
     model = Model.of()
-    head = HyperHead(model.config)
+    head = HyperHead(model.config, "hc_head")
     streams = model.random(T, 4, 40)
     (ours,) = run_emitted(
         tmp_path,

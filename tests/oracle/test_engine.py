@@ -222,7 +222,7 @@ def buckets(engine: Engine, case: Case) -> Iterator[Piece]:
         now = {seq: (case.texts[seq], end - count, end) for seq, end in enumerate(ends)}
         logits = engine.decode(batch(now)).reshape(streams, count, -1)
         engine.manifest = engine.manifest.model_copy(update={"ladder": ladder})
-        used = {(b.streams, b.step, b.context) for b in engine._calls}
+        used = {(b.streams, b.step, b.context) for b in engine._graph.calls}
         assert (streams, step, context) in used
         for seq, end in enumerate(ends):
             yield Piece(text=seq, start=end - count, logits=logits[seq])
@@ -252,7 +252,7 @@ def test_logits_and_rows(
             to_oracle[split] = farthest(pieces, case)
             to_cold[split] = apart(pieces, first)
         to_twin = largest_difference(first[0].rows or {}, the_twins(engine, case))
-        sizes = {(b.streams, b.step, b.context) for b in engine._calls}
+        sizes = {(b.streams, b.step, b.context) for b in engine._graph.calls}
     assert max(to_oracle.values()) <= TO_ORACLE, to_oracle
     assert max(to_cold.values()) <= TO_COLD, to_cold
     assert to_twin <= TO_ORACLE

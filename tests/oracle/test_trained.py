@@ -25,8 +25,8 @@ from cachegraph.models.deepseek_v4.twin import forward
 from cachegraph.models.export_options import Dialect, WeightType
 from cachegraph.models.shipped import resolve
 from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.continuation import GenerateOptions
 from cachegraph.runtime.engine import Engine
-from cachegraph.runtime.generate import GenerateOptions
 
 pytestmark = pytest.mark.r3
 

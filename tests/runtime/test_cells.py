@@ -7,6 +7,7 @@ import pytest
 
 from cachegraph.models.contract import RowLayout
 from cachegraph.models.errors import CapacityError
+from cachegraph.models.planner_specs import RawSpec
 from cachegraph.runtime.batch import Batch
 from cachegraph.runtime.cells import EMPTY, CellTable
 from cachegraph.runtime.planners.raw import plan_raw
@@ -30,7 +31,7 @@ def ubatch(seq: int, first: int, count: int) -> UBatch:
 
 
 def table(*parts: UBatch, window: int = 5) -> CellTable:
-    cells = CellTable(LAYOUT, window)
+    cells = CellTable(LAYOUT, RawSpec(window=window))
     for part in parts:
         cells.commit(cells.reserve(part))
     return cells

@@ -192,7 +192,7 @@ def _empty() -> UBatch:
 
 def test_rows_are_held_back_to_what_rings_and_window_kept() -> None:
     made = table(60)
-    window, rows = made.cells.window, made.cells.layout.rows_per_stream
+    window, rows = made.cells.raw.window, made.cells.layout.rows_per_stream
     oldest = 60 - rows + window - 1
     assert made.rows_held(oldest, 60, None)
     assert not made.rows_held(oldest - 1, 60, None)

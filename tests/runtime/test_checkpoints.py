@@ -294,7 +294,7 @@ def test_a_recording_that_fails_voids_and_the_tokens_stay(
         raise DeviceError("no copy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._binder, "move_rows", fail)
+        patch.setattr(engine._graph._binder, "move_rows", fail)
         give(engine, {0: 2})
     assert engine.length(0) == 2
     with pytest.raises(RewindError, match="could not be recorded: no copy"):
@@ -311,7 +311,7 @@ def test_a_copy_that_cannot_be_had_is_an_error_and_leaves_no_save(
         raise DeviceError("no device copy")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._binder, "move_rows", fail)
+        patch.setattr(engine._graph._binder, "move_rows", fail)
         with pytest.raises(DeviceError, match="no device copy"):
             engine.checkpoints.save()
     assert engine.checkpoints.mode is Mode.SHADOW
@@ -445,7 +445,7 @@ def test_memory_that_cannot_be_had_changes_nothing(
     def full(initial: Any, dtype: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(engine._binder, "cache", full)
+    monkeypatch.setattr(engine._graph._binder, "cache", full)
     with pytest.raises(
         CapacityError, match=f"no memory for a {mode} .* csa_state rows of layer 1"
     ):
@@ -469,13 +469,13 @@ def test_save_copies_state_rings_and_nothing_else(
 ) -> None:
     engine.checkpoints.prepare("shadow")
     moved: list[tuple[int, ...]] = []
-    move = engine._binder.move_rows
+    move = engine._graph._binder.move_rows
 
     def watch(source: Any, rows: Any, target: Any, places: Any) -> None:
         moved.append(source.array.shape)
         move(source, rows, target, places)
 
-    monkeypatch.setattr(engine._binder, "move_rows", watch)
+    monkeypatch.setattr(engine._graph._binder, "move_rows", watch)
     give(engine, {0: 30})
     engine.checkpoints.save()
     states = [

@@ -66,7 +66,7 @@ def test_the_output_of_every_cache_is_its_input(engine: Engine) -> None:
     feed(engine, {0: 5})
     contract = engine.manifest.contract
     names = [row.name for row in contract.rows if row.is_output]
-    for call in engine._calls.values():
+    for call in engine._graph.calls.values():
         bound = {value.data_ptr() for value in call.binding.get_outputs()}
         assert len(bound) == len(names)
         assert {

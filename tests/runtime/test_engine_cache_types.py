@@ -69,7 +69,7 @@ def test_caches_change_in_place_and_only_in_rows_of_the_plan(engine: Engine) -> 
         buffer = engine._store.caches[spec.name]
         assert buffer.value.data_ptr() == addresses[spec.name] == buffer.array.ctypes.data
         assert buffer.array.nbytes == spec.num_bytes
-    for call in engine._calls.values():
+    for call in engine._graph.calls.values():
         outputs = {value.data_ptr() for value in call.binding.get_outputs()}
         assert set(addresses.values()) < outputs
 

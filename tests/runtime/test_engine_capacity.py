@@ -127,5 +127,5 @@ def test_a_thousand_churn_cycles_leak_no_rows(engine: Engine) -> None:
     assert (cells._positions == -1).all()
     for seq in range(4):
         host.append([1] * context, seq)
-    assert len(host._calls) <= 4 * len(list(host.manifest.ladder.sizes()))
+    assert len(host._graph.calls) <= 4 * len(list(host.manifest.ladder.sizes()))
     host.close()

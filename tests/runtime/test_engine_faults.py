@@ -14,8 +14,8 @@ from support.bundles import Bundles, live_rows, open_engine
 from support.engines import Call, batch_of, cold, feed, same_bits, watched
 
 from cachegraph.models.errors import CapacityError, StepError, UsageError
+from cachegraph.runtime.continuation import GenerateOptions
 from cachegraph.runtime.engine import Engine
-from cachegraph.runtime.generate import GenerateOptions
 
 pytestmark = pytest.mark.r2
 
@@ -196,16 +196,16 @@ def test_buffers_without_memory_are_refused_before_their_call(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second call of a batch needs a bucket that cannot be had: the first one stands."""
-    engine._calls.clear()
-    host = engine._binder.host
+    engine._graph.calls.clear()
+    host = engine._graph._binder.host
 
     def full(shape: tuple[int, ...], dtype: Any) -> Any:
         if shape == (1, 16):
             raise MemoryError
         return host(shape, dtype)
 
-    monkeypatch.setattr(engine._binder, "host", full)
-    wanted = "no memory for the buffers of bucket s1_p16_.*, 24 tokens of the batch are in"
+    monkeypatch.setattr(engine._graph._binder, "host", full)
+    wanted = "no memory for the buffers of bucket s1_p16_.*; 24 tokens of the batch are in"
     with watched(engine), pytest.raises(CapacityError, match=wanted):
         feed(engine, {0: 40})
     monkeypatch.undo()

@@ -84,9 +84,9 @@ def test_reserved_buffers_serve_the_worst_step(engines: Engines) -> None:
     engine = engines.get("csa_only")
     reserved = engine.reserve(streams=2, step=4, context=40)
     assert reserved > 0
-    calls = len(engine._calls)
+    calls = len(engine._graph.calls)
     assert engine.reserve(streams=2, step=4, context=40) == reserved
-    assert len(engine._calls) == calls
+    assert len(engine._graph.calls) == calls
     with pytest.raises(CapacityError, match="streams"):
         engine.reserve(streams=99, step=1, context=4)
 
@@ -103,8 +103,18 @@ def test_opening_says_what_the_caches_take(
     with caplog.at_level(logging.INFO):
         Engine.load(engine.folder, memory_budget=engine.memory.total).close()
     (line,) = caplog.messages
-    assert "csa" in line
-    assert f"{engine.num_sequences} sequences" in line
+    held = (
+        "raw 39",
+        "csa 25",
+        "lid 25",
+        "csa_state 16",
+        "lid_state 16",
+        "hca 9",
+        "hca_state 20",
+    )
+    for rows in held:
+        assert f"{rows} rows f32" in line
+    assert f"; {engine.memory.total / 2**20:.1f} MiB in all, 4 streams" in line
 
 
 def test_positions_depend_on_history_so_moving_them_is_refused(engine: Engine) -> None:

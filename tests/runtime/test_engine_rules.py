@@ -140,9 +140,11 @@ def test_rule_7_every_bucket_that_fits_gives_the_same_numbers(
         cold(engine, 2, [6])
         bucketed = with_ladder(manifest, steps=(step,), **rungs)
         monkeypatch.setattr(engine, "manifest", bucketed)
+        monkeypatch.setattr(engine._steps, "_manifest", bucketed)
         with watched(engine) as calls:
             got = feed(engine, counts)
         monkeypatch.setattr(engine, "manifest", manifest)
+        monkeypatch.setattr(engine._steps, "_manifest", manifest)
         seen.add((calls[0].dims["S"], calls[0].dims["P"], calls[0].dims["NC"]))
         assert largest_difference(got, wanted) <= 1e-5
         for seq in counts:

@@ -22,8 +22,9 @@ from cachegraph.models.errors import (
 )
 from cachegraph.models.shipped import resolve
 from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.engine import Engine
-from cachegraph.runtime.generate import Event, GenerateOptions, generate
+from cachegraph.runtime.generate import generate
 from cachegraph.runtime.sampling import SamplingOptions
 from cachegraph.runtime.text import TextCodec
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cachegraph.models.errors import ConfigError
-from cachegraph.runtime.generate import GenerateOptions
+from cachegraph.runtime.continuation import GenerateOptions
 from cachegraph.runtime.interrupts import interrupts_held
 
 pytestmark = pytest.mark.r0

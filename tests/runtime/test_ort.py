@@ -180,9 +180,11 @@ def open_fake(
 ) -> RecordingOptions:
     opened: list[Any] = []
     ort = recording(version, provider, opened, manifest)
-    door.open_session(ort, Path("b"), manifest, device, options or SessionOptions())
+    door.open_session(
+        ort, Path("b.onnx"), manifest.contract, manifest, device, options or SessionOptions()
+    )
     ((path, settings, providers),) = opened
-    assert path == str(Path("b") / manifest.template)
+    assert path == "b.onnx"
     assert providers == [door._PROVIDERS[device]]
     assert isinstance(settings, RecordingOptions)
     return settings
@@ -260,7 +262,7 @@ def test_a_graph_that_is_not_the_manifests_is_refused(
 ) -> None:
     wrong = _changed(engine.manifest, name, changes)
     with pytest.raises(ContractError, match=message):
-        door.check_contract(engine._session, wrong.contract)
+        door.check_contract(engine._graph.session, wrong.contract)
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,17 @@ def programs(draw: st.DrawFn) -> list[list[int]]:
 
 
 @settings(max_examples=120, derandomize=True, deadline=None)
-@given(program=programs(), window=st.integers(1, 8), max_step=st.integers(1, 9))
+@given(
+    program=programs(),
+    window=st.integers(1, 8),
+    max_step=st.integers(1, 9),
+    pinned=st.sampled_from([0, 0, 1, 3, 10]),
+)
 def test_every_token_sees_exactly_its_past(
-    program: list[list[int]], window: int, max_step: int
+    program: list[list[int]], window: int, max_step: int, pinned: int
 ) -> None:
-    world = World(
-        config(window=window), Capacity(context=CONTEXT, sequences=3, max_step=max_step)
-    )
+    sizes = {"context": CONTEXT, "sequences": 3, "max_step": max_step, "pinned": pinned}
+    world = World(config(window=window), Capacity(**sizes))
     for owners in program:
         if owners[0] < 0:
             world.cells.clear(-1 - owners[0])

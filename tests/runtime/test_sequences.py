@@ -78,6 +78,7 @@ def run(worlds: Sequence[SequenceWorld], program: Sequence[Op]) -> None:
     ratios=st.tuples(st.integers(1, 5), st.integers(1, 9)),
     rewinds=st.tuples(st.integers(0, 6), st.integers(0, 6)),
     max_steps=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    pinned=st.sampled_from([0, 0, 1, 4, 11]),
 )
 def test_a_position_is_claimed_exactly_where_all_its_rows_are_there(
     program: list[Op],
@@ -85,10 +86,18 @@ def test_a_position_is_claimed_exactly_where_all_its_rows_are_there(
     ratios: tuple[int, int],
     rewinds: tuple[int, int],
     max_steps: tuple[int, int],
+    pinned: int,
 ) -> None:
     sizes = zip(rewinds, max_steps, (40, 31), strict=True)
     worlds = [
-        world(window=window, ratios=ratios, rewind=rewind, max_step=step, context=context)
+        world(
+            window=window,
+            ratios=ratios,
+            rewind=rewind,
+            max_step=step,
+            context=context,
+            pinned=pinned,
+        )
         for rewind, step, context in sizes
     ]
     run(worlds, program)

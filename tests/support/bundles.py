@@ -54,16 +54,18 @@ class Bundles:
         *,
         seed: int = 1,
         rounded: WeightType | None = None,
+        with_draft: bool = False,
         **sizes: int,
     ) -> Path:
         """A random checkpoint in float32; `rounded` to what f16 or bf16 weights can hold."""
 
         def make(folder: Path) -> None:
-            random_checkpoint(folder, seed=seed, name=name, **sizes)
+            random_checkpoint(folder, seed=seed, name=name, with_draft=with_draft, **sizes)
             if rounded is not None:
                 _round(folder / "model.safetensors", rounded)
 
-        return self._once(("checkpoint", name, seed, rounded, *sorted(sizes.items())), make)
+        key = ("checkpoint", name, seed, rounded, with_draft, *sorted(sizes.items()))
+        return self._once(key, make)
 
     def bundle(
         self,
@@ -81,9 +83,16 @@ class Bundles:
 
         return self._once(("bundle", str(checkpoint), options, tuple(static)), make)
 
-    def quant_bundle(self, dialect: Dialect, weights: WeightType, **choices: Any) -> Path:
+    def quant_bundle(
+        self,
+        dialect: Dialect,
+        weights: WeightType,
+        *,
+        with_draft: bool = False,
+        **choices: Any,
+    ) -> Path:
         """A bundle of the mixed model with sizes of whole blocks."""
-        checkpoint = self.checkpoint(**BLOCKS)
+        checkpoint = self.checkpoint(with_draft=with_draft, **BLOCKS)
         return self.bundle(checkpoint, dialect=dialect, weights=weights, **choices)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -134,7 +143,8 @@ def _live_places(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]
     length = engine.length(seq)
     if spec.kind is CacheKind.RAW:
         cells = engine._store.table.cells
-        held = cells._members[seq] & (cells._positions > length - 1 - cells.window)
+        near = cells._positions > length - 1 - cells.raw.window
+        held = cells._members[seq] & (near | (cells._positions < cells.raw.pinned))
         places = np.flatnonzero(held)
         return places[np.argsort(cells._positions[places])]
     rows = _live_positions(engine.manifest, spec.kind, length)
@@ -159,7 +169,9 @@ def twin_rows(manifest: Manifest, run: TwinRun) -> Rows:
 def _twin_rows(manifest: Manifest, run: TwinRun, spec: CacheSpec) -> NDArray[np.float64]:
     attention, length = run.layers[spec.layer].attention, len(run.logits)
     if spec.kind is CacheKind.RAW:
-        return attention.raw[max(0, length - manifest.planners.raw.window) :]
+        positions = np.arange(length)
+        seen = positions >= length - manifest.planners.raw.window
+        return attention.raw[seen | (positions < manifest.planners.raw.pinned)]
     if spec.kind in attention.compressors:
         return attention.compressors[spec.kind].rows
     compressed = CacheKind(spec.kind.value.removesuffix("_state"))

@@ -96,17 +96,19 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> li
 class World:
     """Plans steps for a contract and keeps caches outside any engine.
 
-    A caller feeds `feeds(...)`, runs something, hands the new caches to `commit`.
+    A caller feeds `feeds(...)`, runs something, hands the new caches to `commit`. first: the
+    position of a sequence's first token.
     """
 
     contract: Contract
     planners: PlannerSpecs
     ladder: BucketLadder
+    first: int = 0
     caches: dict[str, Array] = field(init=False)
 
     def __post_init__(self) -> None:
         self.caches = initial_caches(self.contract)
-        self._cells = CellTable(self.contract.layout(CacheKind.RAW), self.planners.raw.window)
+        self._cells = CellTable(self.contract.layout(CacheKind.RAW), self.planners.raw)
         self._sizes = StepSizes.of(self.planners, self.contract)
         self._filler = Filler(self.contract, self.planners)
 
@@ -120,7 +122,7 @@ class World:
         streams = sorted(tokens)
         step = len(tokens[streams[0]])
         is_last = np.arange(step * len(streams)) % step == step - 1
-        starts = [self._cells.next_position(seq) for seq in streams]
+        starts = [max(self.first, self._cells.next_position(seq)) for seq in streams]
         return plan_step(
             self._sizes,
             self._cells,

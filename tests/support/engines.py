@@ -102,7 +102,8 @@ def watched(
 ) -> Iterator[list[Call]]:
     """Hooks around every graph call. `before` sees filled buffers and may change them or raise."""
     calls: list[Call] = []
-    filler, session = engine._filler, engine._session
+    graph = engine._graph
+    filler, session = graph._filler, graph.session
 
     class Filler:
         def fill(self, dims: Any, plan: StepPlan, arrays: Any) -> None:
@@ -118,13 +119,13 @@ def watched(
             session.run_with_iobinding(binding)
             after(calls[-1])
 
-    engine._filler, engine._session = Filler(), Session()  # type: ignore[assignment]
+    graph._filler, graph.session = Filler(), Session()  # type: ignore[assignment]
     try:
         yield calls
     finally:
-        engine._filler = filler
+        graph._filler = filler
         if not engine._is_closed:
-            engine._session = session
+            graph.session = session
 
 
 def text(seq: int, start: int, count: int, vocab: int) -> list[int]:
@@ -194,14 +195,14 @@ def poison_spare(engine: Engine, value: float) -> None:
 
 def poison_inputs(engine: Engine) -> None:
     """Fill every plan buffer of every bucket used so far with nonsense."""
-    for call in engine._calls.values():
+    for call in engine._graph.calls.values():
         for buffer in call.inputs.values():
             buffer.array[...] = -987_654_321
 
 
 def poison_results(engine: Engine) -> None:
     """Fill the result buffers of every bucket used so far with NaN."""
-    for call in engine._calls.values():
+    for call in engine._graph.calls.values():
         for buffer in call.results.values():
             buffer.array[...] = np.nan
 

@@ -47,9 +47,13 @@ class PlanModel:
     """All caches of a contract, by label."""
 
     def __init__(
-        self, contract: Contract, window: int, ratios: Mapping[str, tuple[int, bool]]
+        self,
+        contract: Contract,
+        window: int,
+        ratios: Mapping[str, tuple[int, bool]],
+        pinned: int = 0,
     ):
-        self.window = window
+        self.window, self.pinned = window, pinned
         self.raw_layout = contract.layout(CacheKind.RAW)
         self.raw: dict[int, Label] = {}
         self.compressors = []
@@ -108,11 +112,14 @@ class PlanModel:
             listed = sorted(
                 self.raw[int(row)]
                 for row, pos in zip(reads[stream][:count], held[stream][:count], strict=True)
-                if token.pos - self.window < pos <= token.pos
+                if self._sees(token.pos, pos)
             )
-            first = max(0, token.pos - self.window + 1)
-            wanted = [("token", token.seq, pos) for pos in range(first, token.pos + 1)]
+            every = range(token.pos + 1)
+            wanted = [("token", token.seq, p) for p in every if self._sees(token.pos, p)]
             assert listed == wanted
+
+    def _sees(self, query: int, key: int) -> bool:
+        return key <= query and (key < self.pinned or key > query - self.window)
 
     def _compress(
         self,

@@ -73,9 +73,9 @@ class World:
         self.ladder = ladder(model, capacity)
         self.sizes = StepSizes.of(self.specs, self.contract)
         self.filler = Filler(self.contract, self.specs)
-        self.cells = CellTable(self.contract.layout(CacheKind.RAW), model.sliding_window)
+        self.cells = CellTable(self.contract.layout(CacheKind.RAW), self.specs.raw)
         ratios = {c.kind.value: (c.ratio, c.overlap) for c in self.specs.compressors}
-        self.model = PlanModel(self.contract, model.sliding_window, ratios)
+        self.model = PlanModel(self.contract, model.sliding_window, ratios, capacity.pinned)
         self.sent: dict[tuple[int, int], int] = {}
 
     def check(self, batch: Batch) -> None:

@@ -40,7 +40,7 @@ class Memory:
     """Labels by cache kind and row, for one config and capacity."""
 
     def __init__(self, model: DeepseekV4Config, capacity: Capacity) -> None:
-        self.window = model.sliding_window
+        self.window, self.pinned = model.sliding_window, capacity.pinned
         layouts = {spec.kind: spec.layout for spec in contract(model, capacity).caches}
         self.sizes = {kind: layout.rows_per_stream for kind, layout in layouts.items()}
         # compressed kind -> its state ring, tokens a block, blocks a window
@@ -53,8 +53,11 @@ class Memory:
         self.rows: dict[CacheKind, dict[int, Label]] = {kind: {} for kind in layouts}
 
     def row(self, kind: CacheKind, seq: int, index: int) -> int:
-        """The row of a stream's ring or block index."""
-        return seq * self.sizes[kind] + index % self.sizes[kind]
+        """The row of a stream's ring or block index; pinned raw rows come before the ring."""
+        pinned = self.pinned if kind is CacheKind.RAW else 0
+        if index >= pinned:
+            index = pinned + (index - pinned) % (self.sizes[kind] - pinned)
+        return seq * self.sizes[kind] + index
 
     def forget(self, seq: int) -> None:
         for kind, rows in self.rows.items():
@@ -89,7 +92,9 @@ class Memory:
         )
 
     def has_raw(self, seq: int, text: Label, first: int, end: int) -> bool:
-        return self.has(CacheKind.RAW, seq, text, first, end)
+        """Whether the rows of positions first .. end - 1 and of the pinned ones are there."""
+        pinned = self.has(CacheKind.RAW, seq, text, 0, min(self.pinned, end))
+        return pinned and self.has(CacheKind.RAW, seq, text, first, end)
 
     def is_safe(self, seq: int, text: Label, position: int) -> bool:
         """Whether all that a sequence of that length may ever read is there."""
@@ -168,7 +173,8 @@ class SequenceWorld:
             kind: [self.memory.rows[kind].get(row, ()) for row in rows.tolist()]
             for kind, rows in stored.rows.items()
         }
-        assert labels[CacheKind.RAW] == list(_prefixes(text, stored.raw_first, 1))
+        pinned = list(_prefixes(text[: self.memory.pinned], 0, 1))
+        assert labels[CacheKind.RAW] == pinned + list(_prefixes(text, stored.raw_first, 1))
         for kind, state, ratio, _ in self.memory.compressors:
             shared = CacheKind.CSA if kind is CacheKind.LID else kind
             assert labels[kind] == list(_prefixes(text, ratio - 1, ratio))
@@ -182,7 +188,8 @@ class SequenceWorld:
         for kind, labels in file.labels.items():
             targets = rows.rows[kind].tolist()
             assert len(set(targets)) == len(targets)
-            kept = labels[len(labels) - len(targets) :]
+            pinned = labels[: rows.raw_pinned if kind is CacheKind.RAW else 0]
+            kept = pinned + labels[len(labels) - len(targets) + len(pinned) :]
             for row, label in zip(targets, kept, strict=True):
                 assert row // self.memory.sizes[kind] == slot
                 self.memory.rows[kind][row] = label

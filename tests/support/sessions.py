@@ -44,8 +44,10 @@ def needed_rows(engine: Engine, seq: int) -> Rows:
 def _needed(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]:
     planners, length = engine.manifest.planners, engine.length(seq)
     if spec.kind is CacheKind.RAW:
-        rows = np.arange(max(0, length - planners.raw.window + 1), length)
-    elif spec.kind in (CacheKind.CSA, CacheKind.LID, CacheKind.HCA):
+        raw, positions = planners.raw, np.arange(length)
+        seen = (positions > length - raw.window) | (positions < raw.pinned)
+        return engine._store.table.cells.rows_of(seq, positions[seen])
+    if spec.kind in (CacheKind.CSA, CacheKind.LID, CacheKind.HCA):
         rows = np.arange(length // spec_of(planners.compressors, spec.kind).ratio)
     else:
         kind = CacheKind(spec.kind.value.removesuffix("_state"))

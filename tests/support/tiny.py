@@ -175,18 +175,27 @@ def tiny_config(name: str = "mixed", **sizes: object) -> DeepseekV4Config:
 
 
 def random_checkpoint(
-    folder: Path, *, seed: int = 0, name: str = "mixed", **sizes: object
+    folder: Path,
+    *,
+    seed: int = 0,
+    name: str = "mixed",
+    with_draft: bool = False,
+    **sizes: object,
 ) -> Path:
     """Write config.json and model.safetensors (float32, published names) and return the folder.
 
-    Sizes are those of the named config, with any field of DeepseekV4Config replaced.
+    Sizes are those of the named config, with any field of DeepseekV4Config replaced. with_draft:
+    an MTP block too; config.json does not speak of it.
     """
     config = tiny_config(name, **sizes)
-    write_checkpoint(folder, config, seed=seed, dtype="F32")
+    write_checkpoint(folder, config, seed=seed, dtype="F32", with_draft=with_draft)
     assert load_config(folder) == config, "config.json does not say what was asked for"
     return folder
 
 
-def random_tensors(config: DeepseekV4Config, seed: int) -> dict[str, np.ndarray]:
+def random_tensors(
+    config: DeepseekV4Config, seed: int, *, with_draft: bool = False
+) -> dict[str, np.ndarray]:
     """Every tensor of the table by name; the same for the same config and seed."""
-    return {spec.name: values for spec, values in generate_tensors(config, seed)}
+    rows = generate_tensors(config, seed, with_draft=with_draft)
+    return {spec.name: values for spec, values in rows}

@@ -7,16 +7,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.bundles import Bundles, open_engine
 from support.engines import text
 
+from cachegraph.models.contract import CacheKind, RowSharing
 from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.continuation import GenerateOptions
 from cachegraph.runtime.engine import Engine
-from cachegraph.runtime.generate import GenerateOptions
 from cachegraph.tools.commands.logits import parse_chunks
 
 pytestmark = pytest.mark.r2
@@ -98,6 +100,50 @@ def test_generate_takes_several_prompts_and_files(
         assert json.loads(alone)["answers"][0]["tokens"] == answer["tokens"]
 
 
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A drafter that never knows better than token 0; says whether loads asked for it."""
+    asked: list[bool] = []
+    load = Engine.load.__func__  # type: ignore[attr-defined]
+
+    def loaded(cls: type[Engine], bundle: Path, *, draft: bool, **options: Any) -> Engine:
+        asked.append(draft)
+        engine: Engine = load(cls, bundle, **options)
+        return engine
+
+    def draft(engine: Engine, pending: Any, count: Any, choose: Any) -> dict[int, list[int]]:
+        row = np.zeros(engine.manifest.vocab_size, np.float32)
+        return {seq: [choose(seq, row) for _ in range(count[seq])] for seq in pending}
+
+    monkeypatch.setattr(Engine, "load", classmethod(loaded))
+    monkeypatch.setattr(Engine, "can_draft", True)
+    monkeypatch.setattr(Engine, "draft", draft)
+    return asked
+
+
+def test_generate_says_what_drafting_was_worth(
+    shipped: Path, run: Run, drafting: list[bool]
+) -> None:
+    options = ("-p", "import os", "-p", "x = ", "--max-tokens", "6", "--json")
+    plain = json.loads(run("generate", shipped, *options)[1])["answers"]
+    code, out, err = run("generate", shipped, *options, "--draft", "2")
+    assert code == 0
+    assert drafting == [False, True]
+    answers = json.loads(out)["answers"]
+    assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in plain]
+    for answer in answers:
+        assert (answer["drafted"], answer["accepted"], answer["steps"]) == (7, 0, 5)
+        assert (answer["accepted_share"], answer["tokens_per_step"]) == (0, 1)
+    assert err.endswith("\ndrafted 14, accepted 0 (0.0%), 1.00 tokens per step\n")
+    assert not {"drafted", "steps"} & plain[0].keys()
+
+
+def test_drafts_that_cannot_be_made_are_refused(shipped: Path, run: Run) -> None:
+    code, _, err = run("generate", shipped, "-p", "x", "--draft", "-1")
+    assert code == 2
+    assert err.startswith("error: draft is -1; it must be")
+
+
 def test_chat_answers_each_line_until_the_end_of_input(
     shipped: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +157,23 @@ def test_chat_answers_each_line_until_the_end_of_input(
         first = _greedy(engine, "user: hello\n")
         second = _greedy(engine, f"user: hello\nassistant: {first}\nuser: again\n")
     assert out == f"{first}\n{second}\n"
+
+
+def test_chat_says_what_drafting_was_worth(
+    shipped: Path,
+    tmp_path: Path,
+    run: Run,
+    drafting: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    options = ("--template", template, "--max-tokens", "4", "--temperature", "0")
+    code, _, err = run("chat", shipped, *options, "--draft", "3")
+    assert code == 0, err
+    assert drafting == [True]
+    assert err.splitlines() == ["drafted 3, accepted 0 (0.0%), 1.00 tokens per step"] * 2
 
 
 def _greedy(engine: Engine, prompt: str) -> str:
@@ -155,3 +218,28 @@ def test_export_writes_a_bundle_and_one_line(
     assert code == 0
     assert json.loads(shown) == {"bundle": str(out)}
     assert read_manifest(out).capacity.context == 4096
+
+
+def test_export_leaves_the_mtp_block_out_when_told(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
+    checkpoint = bundles.checkpoint("window_only", with_draft=True)
+    for flags, has_draft in (((), True), (("--draft",), True), (("--no-draft",), False)):
+        out = tmp_path / f"out{len(flags)}{has_draft}"
+        assert run("export", checkpoint, out, "--context", "40", *flags)[0] == 0
+        assert (read_manifest(out).draft is not None) is has_draft
+        assert (out / "draft.onnx").is_file() is has_draft
+
+
+def test_export_takes_pinned_rows_and_a_unified_raw_cache(tmp_path: Path, run: Run) -> None:
+    options = ("--pinned", "3", "--raw", "unified", "--context", "64")
+    code, _, _ = run("export", "tiny:deepseek_v4", tmp_path / "out", *options)
+    assert code == 0
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.capacity.pinned, manifest.planners.raw.pinned) == (3, 3)
+    assert manifest.layouts[CacheKind.RAW].sharing is RowSharing.UNIFIED
+    _, shown, _ = run("inspect", tmp_path / "out")
+    assert "3 pinned, unified rows" in shown
+    code, _, err = run("export", "tiny:deepseek_v4", tmp_path / "no", "--raw", "both")
+    assert (code, (tmp_path / "no").exists()) == (2, False)
+    assert "per_stream" in err

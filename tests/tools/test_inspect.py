@@ -46,6 +46,18 @@ def test_every_tensor_cache_and_file_is_shown(bundle: Path, run: Run) -> None:
         assert fact in out, fact
 
 
+def test_the_draft_is_one_line(bundles: Bundles, run: Run) -> None:
+    """Raw rows of 4 sequences (252 x 20) and 9 carried rows of 160 each, in f32; and its file."""
+    folder = bundles.bundle(bundles.checkpoint(with_draft=True))
+    _, out, _ = run("inspect", folder)
+    (line,) = [text for text in out.splitlines() if text.split()[:1] == ["draft"]]
+    for fact in ("MTP block", "window 7", "9 carried rows of 160", byte_words(43200)):
+        assert fact in line, fact
+    assert "template of the draft graph" in out
+    _, out, _ = run("inspect", bundles.bundle(bundles.checkpoint()))
+    assert ["draft", "none"] in [text.split() for text in out.splitlines()]
+
+
 def test_memory_is_what_an_engine_allocates(bundle: Path, run: Run) -> None:
     code, out, _ = run("inspect", bundle, "--json")
     assert code == 0

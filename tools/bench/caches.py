@@ -77,7 +77,7 @@ def measure(
         report(f"caches: {types.rows.value} rows, {types.index.value} index keys")
         bundle, where = _bundle(work, types), cast("DeviceName", device)
         with Engine.load(bundle, device=where, threads=threads) as engine:
-            texts = _held_out(engine)
+            texts = held_out(engine)
             logits = _teacher_forced(engine, texts)
             plain = logits if plain is None else plain
             figures.append(_figure(types, engine.manifest.contract, texts, logits, plain))
@@ -117,7 +117,7 @@ def _bundle(work: Path, types: CacheTypes) -> Path:
     return export(MODEL, out, options, static=[], overwrite=True)
 
 
-def _held_out(engine: Engine) -> NDArray[np.int64]:
+def held_out(engine: Engine) -> NDArray[np.int64]:
     """[files, WINDOW] token ids, each row from the beginning of sequence on."""
     assert engine.codec is not None
     library = Path(sysconfig.get_paths()["stdlib"])

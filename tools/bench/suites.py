@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from cachegraph.models.export_options import Dialect, WeightType
 from cachegraph.models.shipped import resolve
 from cachegraph.tools.bench.caches import CHOICES, cache_table, measure
+from cachegraph.tools.bench.drafting import draft_table, measure_drafting
 from cachegraph.tools.bench.models import medium_checkpoint, medium_config
 from cachegraph.tools.bench.speed import compare, context_ratio
 from cachegraph.tools.bench.tables import context_table, speed_table
@@ -39,6 +41,7 @@ class Bench:
             "medium": self._medium,
             "context": self._context,
             "caches": self._caches,
+            "drafting": self._drafting,
         }
         return suites[suite](stack)
 
@@ -103,6 +106,18 @@ class Bench:
         title = "Cache types of the shipped model, `cachegraph bench --suite caches`"
         return title, cache_table(figures)
 
+    def _drafting(self, stack: ExitStack) -> tuple[str, list[str]]:
+        figures = measure_drafting(
+            self.work,
+            [WeightType(form) for form in self.weights],
+            self.report,
+            repeats=self.repeats,
+            threads=self.threads,
+            device=self.device,
+        )
+        title = "Drafting with the shipped model, `cachegraph bench --suite drafting`"
+        return title, draft_table(figures)
+
     def _ours(
         self,
         stack: ExitStack,
@@ -113,7 +128,6 @@ class Bench:
     ) -> Worker:
         from cachegraph.graphgen import ExportOptions, export
         from cachegraph.models.capacity import Capacity
-        from cachegraph.models.export_options import Dialect, WeightType
 
         context = LONG_CONTEXT + 512 if sequences > 1 else 2048
         name = f"{checkpoint.name}_{dialect}_{weights}_{context}_{sequences}"

@@ -62,8 +62,8 @@ class OurProgram:
         from cachegraph.runtime import Engine
 
         self._engine = Engine.load(bundle, threads=threads, device=device)  # type: ignore[arg-type]
-        self._session = _TimedSession(self._engine._session)
-        self._engine._session = self._session
+        self._session = _TimedSession(self._engine._graph.session)
+        self._engine._graph.session = self._session
         self._next = dict.fromkeys(range(self._engine.num_sequences), 0)
 
     def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:

@@ -22,6 +22,7 @@ class Suite(StrEnum):
     medium = "medium"
     context = "context"
     caches = "caches"
+    drafting = "drafting"
 
 
 def _weight_type(text: str) -> str:
@@ -37,15 +38,16 @@ def command(
         typer.Option(
             help="shipped: the shipped model. medium: a random model of 690M parameters (makes "
             "a checkpoint of 1.4 GB and bundles of 4 GB). context: step time of that model at "
-            "16k tokens against 1k. caches: memory and perplexity of each cache type. Default: "
-            "shipped."
+            "16k tokens against 1k. caches: memory and perplexity of each cache type. drafting: "
+            "the shipped model with and without drafts. Default: shipped."
         ),
     ] = None,
     peers: Annotated[
         bool, typer.Option(help="Measure transformers beside it (needs the test extra).")
     ] = True,
     weights: Annotated[
-        str, typer.Option(help="Weight forms of the 690M model, comma-separated.")
+        str,
+        typer.Option(help="Weight forms of medium, context and drafting, comma-separated."),
     ] = "f32,int8,int4",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads of every program.")] = 2,

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cachegraph.models.errors import CapacityError, ConfigError
+from cachegraph.tools.drafting import drafting_line
 from cachegraph.tools.engine_options import (
     BundleArgument,
     DeviceOption,
+    DraftOption,
     SpinningOption,
     ThreadsOption,
     open_engine,
@@ -20,7 +22,7 @@ from cachegraph.tools.output import note
 from cachegraph.tools.progress import prefill_progress
 
 if TYPE_CHECKING:
-    from cachegraph.runtime import Engine, GenerateOptions
+    from cachegraph.runtime import Engine, Event, GenerateOptions
 
 
 def command(
@@ -35,6 +37,7 @@ def command(
         float, typer.Option(help="Keep the likeliest tokens of this mass.")
     ] = 0.95,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    draft: DraftOption = 0,
     device: DeviceOption = "auto",
     threads: ThreadsOption = 0,
     spinning: SpinningOption = True,
@@ -49,8 +52,9 @@ def command(
     options = GenerateOptions(
         max_tokens=max_tokens,
         sampling=SamplingOptions(temperature=temperature, top_p=top_p, seed=seed),
+        draft=draft,
     )
-    with open_engine(bundle, device, threads, spinning) as engine:
+    with open_engine(bundle, device, threads, spinning, draft=draft > 0) as engine:
         if engine.codec is None:
             raise ConfigError(f"{bundle} has no tokenizer; chat needs one")
         chat = ChatTemplate.load(engine.codec, template)
@@ -59,12 +63,15 @@ def command(
             messages.append({"role": "user", "content": line})
             ids = engine.codec.encode(chat.render(messages), add_bos=False)
             try:
-                answer = _answer(engine, ids, options)
+                events = _answer(engine, ids, options)
             except CapacityError as error:
                 note(f"error: {error}")
                 messages.pop()
                 continue
+            answer = "".join(event.text for event in events)
             messages.append({"role": "assistant", "content": answer})
+            if draft and events and events[-1].finish is not None:
+                note(drafting_line(events))
 
 
 def _ask() -> str | None:
@@ -80,16 +87,16 @@ def _ask() -> str | None:
             return line.strip()
 
 
-def _answer(engine: Engine, ids: list[int], options: GenerateOptions) -> str:
+def _answer(engine: Engine, ids: list[int], options: GenerateOptions) -> list[Event]:
     """Stream one answer; Ctrl-C ends it early and keeps what was said."""
-    parts: list[str] = []
+    events: list[Event] = []
     try:
         with prefill_progress(len(ids)) as progress:
             for event in engine.generate([ids], options, progress):
-                parts.append(event.text)
+                events.append(event)
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         note("(stopped)")
     sys.stdout.write("\n")
-    return "".join(parts)
+    return events

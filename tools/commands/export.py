@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cachegraph.models.cache_types import CacheType
 from cachegraph.models.capacity import Capacity
+from cachegraph.models.contract import RowSharing
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import (
     Dialect,
@@ -58,6 +61,14 @@ RewindOption = Annotated[
     int,
     typer.Option(min=0, help="Tokens that can be taken back from a sequence for free."),
 ]
+PinnedOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="First tokens of each sequence whose raw rows stay and are seen by every later "
+        "token. Not the published model: only 0 gives its answers.",
+    ),
+]
 SelectOption = Annotated[
     Select,
     typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
@@ -85,6 +96,12 @@ CacheOption = Annotated[
 IndexCacheOption = Annotated[
     CacheType, typer.Option(help="Form of the indexer's keys, as --cache has them.")
 ]
+RawOption = Annotated[
+    RowSharing,
+    typer.Option(
+        help="Raw rows: a block for each sequence, or one pool that copies of a sequence share."
+    ),
+]
 PresetOption = Annotated[
     str | None,
     typer.Option(
@@ -104,6 +121,13 @@ StaticOption = Annotated[
         "given several times. Default: decode and the longest prefill at full context.",
     ),
 ]
+DraftOption = Annotated[
+    bool,
+    typer.Option(
+        help="Write the draft graph of the MTP block too, where the checkpoint has one. Without "
+        "it the main graph gives no residual streams, and nothing can draft."
+    ),
+]
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace a bundle that is already there.")
 ]
@@ -117,12 +141,15 @@ def command(
     sequences: SequencesOption = 1,
     max_step: MaxStepOption = 128,
     rewind: RewindOption = 8,
+    pinned: PinnedOption = 0,
     select: SelectOption = Select.GATHER,
     experts: ExpertsOption = Experts.CHOSEN,
     gather: GatherOption = RowRead.ROWS,
     scatter: ScatterOption = RowWrite.ND,
     cache: CacheOption = CacheType.F32,
     index_cache: IndexCacheOption = CacheType.F32,
+    raw: RawOption = RowSharing.PER_STREAM,
+    draft: DraftOption = True,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -133,12 +160,7 @@ def command(
 
     Example: cachegraph export tiny:deepseek_v4 out/tiny --dialect ort
     """
-    if bool(preset) != no_weights:
-        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
-    if len(places) != (1 if preset else 2):
-        wanted = "OUT" if preset else "CHECKPOINT OUT"
-        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")
-    sizes = None if static is None else [parse_size(text) for text in static]
+    _check_places(places, preset, no_weights)
     options = ExportOptions(
         dialect=dialect,
         weights=weights,
@@ -148,23 +170,50 @@ def command(
         scatter=scatter,
         cache=cache,
         index_cache=index_cache,
+        raw=raw,
+        draft=draft,
         capacity=Capacity(
-            context=context, sequences=sequences, max_step=max_step, rewind=rewind
+            context=context,
+            sequences=sequences,
+            max_step=max_step,
+            rewind=rewind,
+            pinned=pinned,
         ),
     )
+    written = _write(preset or places[0], places[-1], options, static, overwrite, bool(preset))
+    if as_json:
+        print_json({"bundle": str(written)})
+    else:
+        note(f"wrote {written}")
+
+
+def _write(
+    model: str,
+    out: str,
+    options: ExportOptions,
+    static: Sequence[str] | None,
+    overwrite: bool,
+    is_preset: bool,
+) -> Path:
+    """Export a checkpoint or a preset and show how far it is."""
+    sizes = None if static is None else [parse_size(text) for text in static]
     from cachegraph.graphgen import StaticSize, export, export_preset
 
     with staged_progress() as progress:
-        run = export_preset if preset else export
-        out = run(
-            preset or places[0],
-            places[-1],
+        run = export_preset if is_preset else export
+        return run(
+            model,
+            out,
             options,
             static=None if sizes is None else [StaticSize(*size) for size in sizes],
             overwrite=overwrite,
             progress=progress,
         )
-    if as_json:
-        print_json({"bundle": str(out)})
-    else:
-        note(f"wrote {out}")
+
+
+def _check_places(places: list[str], preset: str | None, no_weights: bool) -> None:
+    if bool(preset) != no_weights:
+        raise ConfigError("--preset and --no-weights go together: a preset has no weights")
+    if len(places) != (1 if preset else 2):
+        wanted = "OUT" if preset else "CHECKPOINT OUT"
+        raise ConfigError(f"got {len(places)} places, wanted {wanted}; see --help")

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cachegraph.models.errors import ConfigError
+from cachegraph.tools.drafting import drafting_figures, drafting_line
 from cachegraph.tools.engine_options import (
     BundleArgument,
     DeviceOption,
+    DraftOption,
     SpinningOption,
     ThreadsOption,
     open_engine,
@@ -65,6 +67,7 @@ def command(
     stop: StopOption = None,
     ignore_eos: IgnoreEosOption = False,
     logprobs: LogprobsOption = None,
+    draft: DraftOption = 0,
     device: DeviceOption = "auto",
     threads: ThreadsOption = 0,
     spinning: SpinningOption = True,
@@ -93,8 +96,9 @@ def command(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         sampling=sampling,
+        draft=draft,
     )
-    with open_engine(bundle, device, threads, spinning) as engine:
+    with open_engine(bundle, device, threads, spinning, draft=draft > 0) as engine:
         events = _run(engine, texts, options, is_streaming=len(texts) == 1 and not as_json)
     if as_json:
         print_json({"answers": [_answer(t, n, events) for n, t in enumerate(texts)]})
@@ -135,6 +139,8 @@ def _run(
     later = len(events) - 1
     speed = f", then {later / (end - first):.1f} tokens/s" if later else ""
     note(f"first token after {first - start:.2f} s{speed}")
+    if options.draft:
+        note(drafting_line(events))
     return events
 
 
@@ -149,4 +155,6 @@ def _answer(text: str, number: int, events: Sequence[Event]) -> dict[str, object
     if mine[0].choice.logprob is not None:
         answer["logprobs"] = [event.choice.logprob for event in mine]
         answer["top_logprobs"] = [[list(pair) for pair in event.choice.top] for event in mine]
+    if mine[-1].drafts is not None:
+        answer |= drafting_figures(mine)
     return answer

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from cachegraph.tools.conformance.checkpoint_rules import checkpoint_rules
 from cachegraph.tools.conformance.checkpoints import Replayer, recorded_steps
 from cachegraph.tools.conformance.ours import answer
+from cachegraph.tools.conformance.pooled import PooledReplayer, recorded_pooled
+from cachegraph.tools.conformance.pooled_rules import pooled_rules
 from cachegraph.tools.conformance.prepared import (
     parse_prepared,
     prepare,
@@ -21,6 +23,7 @@ from cachegraph.tools.conformance.rules import Fields, Rule, rules_for
 from cachegraph.tools.conformance.scenario import Scenario, load_scenarios, parse
 
 MISSING = "nothing"
+POOLED = "pooled"  # of a record without a level: a scenario of the pooled index
 _WIDTH = 160  # characters of a value shown
 
 
@@ -79,7 +82,7 @@ def run_vectors(path: Path | str) -> VectorReport:
     deviations = []
     not_run: Counter[str] = Counter()
     for record in load_scenarios(Path(path)):
-        level = record.get("level", "pooled")
+        level = record.get("level", POOLED)
         if level not in LEVELS:
             not_run[level] += 1
             continue
@@ -156,10 +159,16 @@ def _ckpt(record: Mapping[str, Any]) -> Answers:
     return Answers({"steps": Replayer(record).run()}, wanted, checkpoint_rules(record))
 
 
+def _pooled(record: Mapping[str, Any]) -> Answers:
+    wanted = {"steps": recorded_pooled(record)}
+    return Answers({"steps": PooledReplayer(record).run()}, wanted, pooled_rules(record))
+
+
 LEVELS: Mapping[str, Callable[[Mapping[str, Any]], Answers]] = {
     "plan": _plan,
     "prepare": _prepare,
     "ckpt": _ckpt,
+    POOLED: _pooled,
 }
 
 

@@ -22,9 +22,10 @@ from cachegraph.graphgen.weights.dequant import (
 )
 from cachegraph.graphgen.weights.files import SINGLE
 from cachegraph.graphgen.weights.match import Form
-from cachegraph.graphgen.weights.reader import open_checkpoint
+from cachegraph.graphgen.weights.reader import holds_draft, open_checkpoint
 from cachegraph.models import shipped
 from cachegraph.models.deepseek_v4.config import LayerKind
+from cachegraph.models.deepseek_v4.draft_tensors import draft_table
 from cachegraph.models.deepseek_v4.parse import load_config
 from cachegraph.models.deepseek_v4.tensors import TensorKind, expert_name, tensor_table
 from cachegraph.models.errors import CheckpointError
@@ -53,13 +54,19 @@ def float_tensors(config, dtype=np.float32) -> dict[str, Stored]:
     }
 
 
-def packed_tensors(config, scale_dtype="F8_E8M0", scale_leaf=".scale", experts=Form.FP4):
+def packed_tensors(
+    config,
+    scale_dtype="F8_E8M0",
+    scale_leaf=".scale",
+    experts=Form.FP4,
+    with_draft=False,
+):
     """The published mix: FP8 projections, packed experts, BF16 for the rest, F32 parameters."""
     rng = np.random.default_rng(7)
     tensors: dict[str, Stored] = {}
     wanted: dict[str, np.ndarray] = {}
-    values = tiny.random_tensors(config, 5)
-    for spec in tensor_table(config):
+    values = tiny.random_tensors(config, 5, with_draft=with_draft)
+    for spec in table(config, with_draft):
         form = {TensorKind.MATRIX: Form.FP8, TensorKind.EXPERT: experts}.get(spec.kind)
         if form is None:
             is_half = spec.kind is TensorKind.FLOAT_MATRIX
@@ -87,9 +94,14 @@ def packed_tensors(config, scale_dtype="F8_E8M0", scale_leaf=".scale", experts=F
     return tensors, wanted
 
 
-def check(folder: Path, config, wanted) -> None:
-    checkpoint = open_checkpoint(folder, config)
-    assert [spec.name for spec in checkpoint.specs] == [s.name for s in tensor_table(config)]
+def table(config, with_draft):
+    return (*tensor_table(config), *(draft_table(config) if with_draft else ()))
+
+
+def check(folder: Path, config, wanted, with_draft=False) -> None:
+    checkpoint = open_checkpoint(folder, config, with_draft=with_draft)
+    names = [spec.name for spec in table(config, with_draft)]
+    assert [spec.name for spec in checkpoint.specs] == names
     for spec in checkpoint.specs:
         read = checkpoint.read(spec.name)
         assert read.shape == spec.shape
@@ -144,6 +156,45 @@ def test_packed_forms(tmp_path: Path, scale_dtype, scale_leaf, experts, num_shar
     checkpoint = open_checkpoint(tmp_path, PACKED)
     assert checkpoint.form("layers.0.attn.wkv.weight") is Form.FP8
     assert checkpoint.form(expert_name(0, 1, "w2")) is experts
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_packed_mtp_block(tmp_path: Path, prefix):
+    """Packed as the main layers are; left out unless it is asked for."""
+    tensors, wanted = packed_tensors(PACKED, with_draft=True)
+    write_file(tmp_path / SINGLE, {prefix + name: array for name, array in tensors.items()})
+    assert holds_draft(tmp_path)
+    check(tmp_path, PACKED, wanted, with_draft=True)
+    check(tmp_path, PACKED, wanted)
+    checkpoint = open_checkpoint(tmp_path, PACKED, with_draft=True)
+    assert checkpoint.form("mtp.0.h_proj.weight") is Form.FP8
+    assert checkpoint.form("mtp.0.ffn.experts.2.w3.weight") is Form.FP4
+
+
+def test_a_damaged_mtp_block_is_one_list_of_faults(tmp_path: Path):
+    tensors = {
+        name: plain(array)
+        for name, array in tiny.random_tensors(SMALL, 5, with_draft=True).items()
+    }
+    del tensors["mtp.0.hnorm.weight"]
+    tensors["mtp.0.zebra"] = plain(np.zeros(1, np.float32))
+    tensors["mtp.0.e_proj.weight"] = plain(np.zeros((40, 80), np.float32))
+    write_file(tmp_path / SINGLE, tensors)
+    open_checkpoint(tmp_path, SMALL)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path, SMALL, with_draft=True)
+    for fact in (
+        "mtp.0.hnorm.weight [40]",
+        "mtp.0.zebra",
+        "mtp.0.e_proj.weight is F32 [40, 80], wanted [40, 40]",
+    ):
+        assert fact in str(caught.value), fact
+
+
+def test_a_block_without_its_projection_is_none(tmp_path: Path):
+    """What the config counts proves nothing, nor does another part of the block."""
+    write_file(tmp_path / SINGLE, {"mtp.0.hnorm.weight": plain(np.zeros(40, np.float32))})
+    assert not holds_draft(tmp_path)
 
 
 RESPELLED = (
@@ -282,6 +333,8 @@ def test_fused_experts_are_checked(tmp_path: Path):
     ("name", "fact"),
     [
         ("mtp.0.main_proj.weight", "DSpark"),
+        ("mtp.1.attn.wkv.weight", "DSpark"),
+        ("mtp.2.markov_head.markov_w1.weight", "DSpark"),
         ("model.layers.0.ffn.gate.bias_vl", "vision"),
         ("vision.blocks.0.weight", "vision"),
     ],

@@ -117,7 +117,12 @@ def test_variants_that_are_fine(changes, field, wanted):
         (FLASH, {"compress_ratios": ABSENT}, "compress_ratios is missing"),
         (FLASH, {"compress_ratios": [0, 8] * 22}, "compress_ratios holds [8]"),
         (FLASH, {"compress_ratios": [0] * 42}, "compress_ratios has 42 entries"),
-        (FLASH, {"compress_ratios": [0] * 43 + [4]}, "gives the MTP block a compressor"),
+        (FLASH, {"compress_ratios": [0] * 45}, "compress_ratios has 45 entries"),
+        (
+            FLASH,
+            {"compress_ratios": [0] * 43 + [4]},
+            "gives the MTP block, entry 43, the ratio 4; it must be 0",
+        ),
         (FLASH, {"compress_rates": {"heavily_compressed_attention": 4}}, "is ambiguous"),
         (
             FLASH,

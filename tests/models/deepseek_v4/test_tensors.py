@@ -154,6 +154,7 @@ def test_fused_parts_cover_the_fused_tensors_without_overlap():
         ("mtp.2.confidence_head.proj.weight", "DSpark"),
         ("layers.0.ffn.gate.bias_vl", "vision"),
         ("vision_tower.blocks.0.weight", "vision"),
+        ("mtp.1.attn.wkv.weight", "DSpark"),  # an MTP block is one
         ("mtp.0.e_proj.weight", None),
         ("layers.0.attn.wkv.weight", None),
     ],

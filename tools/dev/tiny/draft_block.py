@@ -27,8 +27,8 @@ from cachegraph.models.deepseek_v4.tensors import (
 from cachegraph.tools.dev.tiny.network import WINDOW
 
 PREFIX = "mtp.0."
-# Both norms give rows of size 1. Streams as large as the main model's own (about 1.7) would begin by
-# repeating its prediction of the token that is given; smaller ones learn much faster.
+# Both norms give rows of size 1. Streams as large as the main model's own (about 1.7) would begin
+# by repeating its prediction of the token that is given; smaller ones learn much faster.
 _START_E, _START_H = 0.5, 0.2
 
 
