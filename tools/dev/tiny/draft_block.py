@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as published
 
+from cachegraph.models.deepseek_v4.draft_tensors import DRAFT_PREFIX
 from cachegraph.models.deepseek_v4.parse import load_config
 from cachegraph.models.deepseek_v4.tensors import (
     canonical_name,
@@ -26,7 +27,6 @@ from cachegraph.models.deepseek_v4.tensors import (
 )
 from cachegraph.tools.dev.tiny.network import WINDOW
 
-PREFIX = "mtp.0."
 # Both norms give rows of size 1. Streams as large as the main model's own (about 1.7) would begin
 # by repeating its prediction of the token that is given; smaller ones learn much faster.
 _START_E, _START_H = 0.5, 0.2
@@ -175,4 +175,4 @@ def _named(block: DraftBlock, checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _prefixed(name: str) -> str:
-    return PREFIX + name.removeprefix("layers.0.")
+    return f"{DRAFT_PREFIX}." + name.removeprefix("layers.0.")
