@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from cachegraph.graphgen.deepseek_v4.source import model_source
 from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
-from cachegraph.graphgen.source import DraftSource, ModelSource
+from cachegraph.graphgen.source import DraftSource, ModelSource, StageSource
 from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
 from cachegraph.graphgen.template import OPSET, Template, build_template
 from cachegraph.graphgen.weights.parameter import Read, Weight
@@ -39,6 +39,7 @@ from cachegraph.models.manifest import (
     Exporter,
     GraphFile,
     Manifest,
+    StageEntry,
     WeightsFile,
     cache_entries,
     cache_layouts,
@@ -124,7 +125,11 @@ def _export(
         raise ConfigError(f"{out} is a link; name the folder it points to")
     out = out.resolve()
     _check_target(out, overwrite)
-    buckets = _static_buckets(source, static)
+    if source.stages and static:
+        raise ConfigError(
+            "static graphs of stages are not made; leave out --static or --split"
+        )
+    buckets = () if source.stages else _static_buckets(source, static)
     read = source.open_read() if with_weights else None
     with _staging(out, overwrite) as folder:
         report("graph", 0, 1)
@@ -136,7 +141,8 @@ def _export(
         for name, proto in protos.items():
             onnx.save(proto, folder / name)
         report("graph", 1, 1)
-        graphs = _write_static(protos[TEMPLATE_NAME], source, buckets, folder, report)
+        first = next(iter(protos))
+        graphs = _write_static(protos[first], source, buckets, folder, report)
         file = _write_weights(folder, weights, layout, read, report) if read else None
         for path in tokenizer:
             shutil.copyfile(path, folder / path.name)
@@ -146,12 +152,21 @@ def _export(
 
 
 def _build_templates(source: ModelSource) -> dict[str, Template]:
-    """The templates by file name, the main one first: the draft's may use bytes of its weights."""
+    """The templates by file name, the draft's last: it may use bytes of the others' weights."""
     name, draft = source.family, source.draft
-    built = {TEMPLATE_NAME: build_template(source.emit, source.contract, name=name)}
+    contracts = dict(enumerate(stage.contract for stage in source.stages))
+    built = {
+        stage_name(number): build_template(source.emit, contract, name=f"{name}_{number}")
+        for number, contract in contracts.items()
+    } or {TEMPLATE_NAME: build_template(source.emit, source.contract, name=name)}
     if draft is not None:
         built[DRAFT_NAME] = build_template(draft.emit, draft.contract, name=f"{name}_draft")
     return built
+
+
+def stage_name(number: int) -> str:
+    """The file of a stage's template."""
+    return f"stage{number}.onnx"
 
 
 def _check_target(out: Path, overwrite: bool) -> None:
@@ -266,7 +281,7 @@ def _manifest(
         cache_types=options.cache_types,
         caches=cache_entries(source.contract),
         tensors=source.contract.rows,
-        template=TEMPLATE_NAME,
+        template=stage_name(0) if source.stages else TEMPLATE_NAME,
         graphs=tuple(graphs),
         weights=weights,
         tokenizer=tuple(tokenizer),
@@ -274,6 +289,17 @@ def _manifest(
         eos_token_ids=source.eos_token_ids,
         vocab_size=source.vocab_size,
         draft=_draft_entry(source.draft) if source.draft else None,
+        stages=tuple(_stage_entry(*numbered) for numbered in enumerate(source.stages)),
+    )
+
+
+def _stage_entry(number: int, stage: StageSource) -> StageEntry:
+    return StageEntry(
+        template=stage_name(number),
+        first=stage.layers.start,
+        end=stage.layers.stop,
+        device=stage.device,
+        tensors=stage.contract.rows,
     )
 
 

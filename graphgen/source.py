@@ -25,11 +25,21 @@ class DraftSource:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StageSource:
+    """One stage of a split model: its layers, its rows, and where it runs by default."""
+
+    layers: range
+    contract: Contract
+    device: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
     """One model ready to be built.
 
-    emit: adds the model's nodes to a graph. open_read: opens the checkpoint and returns the
-    function that reads one tensor as f32 (or int64).
+    emit: adds the nodes of a contract's layers to a graph. stages: empty for one graph.
+    open_read: opens the checkpoint and returns the function that reads one tensor as f32 (or
+    int64).
     """
 
     family: str
@@ -44,4 +54,5 @@ class ModelSource:
     eos_token_ids: tuple[int, ...]
     emit: Emit
     draft: DraftSource | None
+    stages: tuple[StageSource, ...]
     open_read: Callable[[], Read]

@@ -72,6 +72,11 @@ def freeze_bundle(folder: str | Path, sizes: Sequence[StaticSize]) -> list[Graph
     """Add static graphs to a bundle, on the same weights file; a graph already there is kept."""
     folder = Path(folder)
     manifest = read_manifest(folder)
+    if manifest.stages:
+        raise ConfigError(
+            f"{folder} is split into stages, of which static graphs are not made; export it "
+            "without --split"
+        )
     buckets = [static_bucket(size, manifest.ladder, manifest.planners) for size in sizes]
     proto = _load_template(folder / manifest.template)
     known = {graph.bucket: graph for graph in manifest.graphs}

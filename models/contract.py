@@ -21,7 +21,10 @@ Dim = int | str
 LOGITS = "logits"
 EMBEDDINGS = "embeddings"
 STREAMS = "streams"  # of every token: what a draft graph starts from
-CARRIED = "carried"  # of a draft graph: the streams of the position before each token
+# An input: of a draft graph the streams of the position before each token, of a stage those of
+# the stage before.
+CARRIED = "carried"
+OUT_ROWS = "out_rows"
 
 
 class DType(StrEnum):

@@ -9,6 +9,7 @@ from cachegraph.models.cache_types import CacheType, CacheTypes
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import RowSharing
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.stages import check_split
 
 
 class Dialect(StrEnum):
@@ -76,10 +77,13 @@ class ExportOptions:
     index_cache: CacheType = CacheType.F32
     raw: RowSharing = RowSharing.PER_STREAM
     draft: bool = True  # the MTP block too, where the checkpoint has one
+    split: tuple[int, ...] = ()  # layers of each stage; one graph where empty
+    devices: tuple[str, ...] = ()  # where each stage runs unless the engine is told otherwise
     capacity: Capacity = field(default_factory=Capacity)
 
     def __post_init__(self) -> None:
         _ = self.cache_types  # refuses a type outside the list
+        check_split(self.split, self.devices)
         if (
             self.dialect is Dialect.ORT
             and self.weights.bits is not None

@@ -98,8 +98,22 @@ class DraftEntry(_Part):
         return dims(self.planners, bucket)
 
 
+class StageEntry(_Part):
+    """The graph of layers first .. end - 1. device: where it runs unless the engine is told."""
+
+    template: str
+    first: int
+    end: int
+    device: str | None
+    tensors: tuple[TensorRow, ...]
+
+
 class Manifest(_Part):
-    """The whole manifest. Dimension names in tensor shapes are explained by `dimensions`."""
+    """The whole manifest. Dimension names in tensor shapes are explained by `dimensions`.
+
+    template: the one graph, or the first of `stages`, which run one after another. tensors, caches:
+    of the whole model either way.
+    """
 
     format: Literal["cachegraph"] = "cachegraph"
     format_version: Literal[1] = 1
@@ -127,11 +141,18 @@ class Manifest(_Part):
     eos_token_ids: tuple[int, ...]
     vocab_size: int
     draft: DraftEntry | None = None
+    stages: tuple[StageEntry, ...] = ()
 
     @property
     def contract(self) -> Contract:
         """The contract rows and cache specs that the manifest describes."""
         return _contract(self.tensors, self.caches, self.layouts)
+
+    def stage_contract(self, stage: StageEntry) -> Contract:
+        """The contract of one stage: its rows, and the caches of its layers."""
+        caches = self.contract.caches
+        own = tuple(c for c in caches if stage.first <= c.layer < stage.end)
+        return Contract(rows=stage.tensors, caches=own)
 
     def dims(self, bucket: Bucket) -> dict[str, int]:
         """Every dimension of one call by name."""

@@ -171,6 +171,52 @@ class CudaBinder:
         )
 
 
+class PlacedBinder:
+    """The caches of stages on several devices: every call goes to the device of its buffer."""
+
+    def __init__(self, homes: Mapping[int, Binder]) -> None:
+        """homes: the device of each cache buffer, by its id."""
+        self._homes = homes
+
+    def cache(self, initial: Array, dtype: DType) -> Buffer:
+        """DeviceError: the copies of a checkpoint would have to follow their caches."""
+        raise DeviceError(
+            "checkpoint copies of a model on several devices are not supported yet; use ring"
+        )
+
+    def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
+        """DeviceError: step buffers belong to a stage."""
+        raise DeviceError("a step buffer belongs to the device of a stage")
+
+    def push(self, buffer: Buffer) -> None:
+        """As of the buffer's device."""
+        self._homes[id(buffer)].push(buffer)
+
+    def pull(self, buffer: Buffer) -> Array:
+        """As of the buffer's device."""
+        return self._homes[id(buffer)].pull(buffer)
+
+    def read_rows(self, buffer: Buffer, rows: Array) -> Array:
+        """As of the buffer's device."""
+        return self._homes[id(buffer)].read_rows(buffer, rows)
+
+    def write_rows(self, buffer: Buffer, rows: Array, values: Array) -> None:
+        """As of the buffer's device."""
+        self._homes[id(buffer)].write_rows(buffer, rows, values)
+
+    def copy_rows(self, buffer: Buffer, source: Array, target: Array) -> None:
+        """As of the buffer's device."""
+        self._homes[id(buffer)].copy_rows(buffer, source, target)
+
+    def move_rows(self, source: Buffer, rows: Array, target: Buffer, places: Array) -> None:
+        """As of the source's device, which the target shares."""
+        self._homes[id(source)].move_rows(source, rows, target, places)
+
+    def zero_rows(self, buffer: Buffer, start: int, end: int) -> None:
+        """As of the buffer's device."""
+        self._homes[id(buffer)].zero_rows(buffer, start, end)
+
+
 def check_plain(array: Array) -> None:
     """UsageError unless the array can be shared: C-contiguous, aligned, writeable, native order.
 
@@ -193,12 +239,23 @@ def check_plain(array: Array) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundCall:
-    """One bucket, bound: host buffers by contract name and the result rows."""
+    """One bucket, bound: host buffers by contract name and the result rows.
+
+    stages: the calls of all stages of a split model, of which this is the last.
+    """
 
     binding: Any
     inputs: Mapping[str, Buffer]
     results: Mapping[str, Buffer]
     dims: Mapping[str, int]
+    stages: tuple[BoundCall, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers, of every stage."""
+        calls = self.stages or (self,)
+        buffers = (b for c in calls for b in (*c.inputs.values(), *c.results.values()))
+        return sum(buffer.array.nbytes for buffer in buffers)
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -243,10 +300,12 @@ def bind_call(
     caches: Mapping[str, Buffer],
     dims: Mapping[str, int],
     asked: Collection[str],
+    given: Mapping[str, Buffer] | None = None,
 ) -> BoundCall:
     """Bind a contract for one bucket: each cache as input and output of one buffer.
 
-    asked: results that are wanted; the others are not brought out of the graph.
+    asked: results that are wanted; the others are not brought out of the graph. given: buffers of
+    another call that are inputs of this one.
     """
     binding = session.io_binding()
     inputs: dict[str, Buffer] = {}
@@ -256,6 +315,9 @@ def bind_call(
         binding.bind_ortvalue_output(spec.out_name, caches[spec.name].value)
     for row in contract.rows:
         if row.role is Role.CACHE or (row.role is Role.RESULT and row.name not in asked):
+            continue
+        if given and row.name in given:
+            binding.bind_ortvalue_input(row.name, given[row.name].value)
             continue
         buffer = binder.host(row.resolve(dims), row.dtype.numpy)
         if row.is_output:

@@ -27,7 +27,8 @@ def open_bundle(folder: Path, *, draft: bool = False) -> tuple[Path, Manifest]:
             "--no-draft"
         )
     entry = manifest.draft if draft else None
-    for file in (manifest.template, *([entry.template] if entry else [])):
+    files = [stage.template for stage in manifest.stages] or [manifest.template]
+    for file in (*files, *([entry.template] if entry else [])):
         if not (folder / file).is_file():
             raise ContractError(f"{folder}: {file} is missing; export the bundle again")
     if manifest.weights is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from cachegraph.runtime.binding import Binder, BoundCall, Buffer, allocate_cache
 from cachegraph.runtime.carried import Carried, Rows
 from cachegraph.runtime.cells import CellTable
 from cachegraph.runtime.memory import initial_caches
+from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.planners.step import StepSizes, pick_bucket, plan_step
 from cachegraph.runtime.rows import copy_rows, zero_raw
@@ -81,23 +82,21 @@ class Drafter:
         self._carried = [Carried.of(entry.hidden) for _ in table.ids]
 
     @classmethod
-    def open(
-        cls, manifest: Manifest, session: Any, binder: Binder, table: SequenceTable
-    ) -> Drafter:
+    def open(cls, manifest: Manifest, opened: OpenGraph, table: SequenceTable) -> Drafter:
         """Allocate the draft graph's caches; CapacityError, with nothing kept, where that fails."""
         entry = manifest.draft
         if entry is None:
             raise UsageError("this bundle has no draft graph")
-        contract = entry.contract
+        contract, binder = opened.contract, opened.binder
         caches = allocate_caches(binder, contract, initial_caches(contract))
-        graph = GraphPart(session, binder, contract, entry.planners, caches, {LOGITS, STREAMS})
+        results = {LOGITS, STREAMS}
+        graph = GraphPart(opened.session, binder, contract, entry.planners, caches, results)
         return cls(entry, graph, binder, caches, table, manifest.capacity)
 
     def close(self) -> None:
         """Free session, caches and buffers."""
-        self.graph.calls.clear()
+        self.graph.close()
         self._caches.clear()
-        self.graph.session = None
 
     def note(self, ubatch: UBatch, streams: Rows, padded_step: int) -> None:
         """Take a main step that is in; streams [T, width] of its bucket, stream-major.

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import ceil
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from cachegraph.models.errors import (
 )
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch, check_batch
-from cachegraph.runtime.binding import Binder, BoundCall, CpuBinder, CudaBinder
+from cachegraph.runtime.binding import BoundCall
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
 from cachegraph.runtime.continuation import Event, GenerateOptions
@@ -36,16 +36,15 @@ from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
+from cachegraph.runtime.opening import OpenGraphs, open_graphs
 from cachegraph.runtime.ort import (
     DeviceName,
     Optimization,
     SessionOptions,
     load_onnxruntime,
-    open_session,
-    pick_device,
 )
-from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.split import UBatch, split_batch
+from cachegraph.runtime.stages import graph_of
 from cachegraph.runtime.steps import StepRunner
 from cachegraph.runtime.store import SequenceStore
 from cachegraph.runtime.text import TextCodec
@@ -69,26 +68,20 @@ class Engine:
         self,
         folder: Path,
         manifest: Manifest,
-        session: Any,
-        binder: Binder,
-        device: Literal["cpu", "cuda"],
-        draft_session: Any = None,
+        graphs: OpenGraphs,
     ) -> None:
         """Use `Engine.load`. Allocates every cache; nothing is kept where one cannot be had."""
         self.folder = folder
         self.manifest = manifest
-        self.device = device
+        self.device = graphs.stages[0].device
+        self.devices = graphs.devices
         self._contract = manifest.contract
-        self._store = SequenceStore(manifest, binder)
+        self._store = SequenceStore(manifest, graphs.stages)
         results = {LOGITS, EMBEDDINGS}
-        if draft_session is not None:
-            self._store.drafter = Drafter.open(
-                manifest, draft_session, binder, self._store.table
-            )
+        if graphs.draft is not None:
+            self._store.drafter = Drafter.open(manifest, graphs.draft, self._store.table)
             results.add(STREAMS)
-        self._graph = GraphPart(
-            session, binder, self._contract, manifest.planners, self._store.caches, results
-        )
+        self._graph = graph_of(graphs.stages, manifest.planners, self._store.caches, results)
         self._steps = StepRunner(manifest, self._graph, self._store.table, self._committed)
         self._lock = threading.Lock()
         self._is_closed = False
@@ -96,7 +89,7 @@ class Engine:
         self.checkpoints = Checkpoints(
             self._contract,
             manifest.planners,
-            binder,
+            self._store.binder,
             self._store.caches,
             self._store.table,
             self._in_use,
@@ -135,16 +128,8 @@ class Engine:
             report.check_budget(memory_budget)
         ort = load_onnxruntime()
         options = SessionOptions(threads=threads, spinning=spinning, optimization=optimization)
-        where = pick_device(ort, device)
-        path = folder / manifest.template
-        session = open_session(ort, path, manifest.contract, manifest, where, options)
-        draft_session = None
-        if draft and manifest.draft is not None:
-            path = folder / manifest.draft.template
-            contract = manifest.draft.contract
-            draft_session = open_session(ort, path, contract, manifest, where, options)
-        binder: Binder = CpuBinder(ort) if where == "cpu" else CudaBinder(ort)
-        engine = cls(folder, manifest, session, binder, where, draft_session)
+        graphs = open_graphs(ort, folder, manifest, device, options, draft=draft)
+        engine = cls(folder, manifest, graphs)
         _LOG.info(report.line())
         return engine
 
@@ -152,14 +137,14 @@ class Engine:
     def provider(self) -> str:
         """The ONNX Runtime execution provider that runs."""
         self._check_open()
-        return str(self._graph.session.get_providers()[0])
+        return self._graph.providers[0]
 
     @property
     def memory(self) -> MemoryReport:
         """Bytes of the caches and of the prepared checkpoint, by kind, layer and device."""
         return memory_report(
             self._contract,
-            self.device,
+            self.devices,
             self.checkpoints.num_bytes,
             self.manifest.draft if self.can_draft else None,
         )
@@ -248,9 +233,7 @@ class Engine:
                 closes=tuple(spec.kind for spec in specs.compressors),
                 all_rows=all_rows,
             )
-            call = self._graph.bound(bucket)
-            buffers = (*call.inputs.values(), *call.results.values())
-            return sum(buffer.array.nbytes for buffer in buffers)
+            return self._graph.bound(bucket).num_bytes
 
     def append(
         self,
@@ -424,9 +407,8 @@ class Engine:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
         self.checkpoints.close()
-        self._graph.calls.clear()
+        self._graph.close()
         self._store.close()
-        self._graph.session = None
 
     def __enter__(self) -> Engine:
         return self

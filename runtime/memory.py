@@ -45,15 +45,15 @@ class MemoryReport:
 
     by_layer: bytes of each layer's caches by kind, for all streams. spare: bytes of sentinel and
     spare rows, which are part of the others. rows: live rows of one sequence by kind, and the type
-    they are held in. device: where the caches live. copies: bytes of the prepared checkpoint by
-    kind of copy (base, delta, shadow, host).
+    they are held in. devices: where the caches of each layer live.
+    copies: bytes of the prepared checkpoint by kind of copy (base, delta, shadow, host).
     """
 
     by_layer: Mapping[int, Mapping[CacheKind, int]]
     spare: int
     rows: Mapping[CacheKind, tuple[int, CacheType]]
     streams: int
-    device: str = _HOST
+    devices: Mapping[int, str]
     copies: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -76,9 +76,14 @@ class MemoryReport:
         Copies live on the device of the state they copy, but for those of mode `host` and the
         streams that a drafter carries.
         """
-        found = {self.device: {kind.value: size for kind, size in self.by_kind.items()}}
+        found: dict[str, dict[str, int]] = {}
+        for layer, kinds in self.by_layer.items():
+            own = found.setdefault(self.devices[layer], {})
+            for kind, size in kinds.items():
+                own[kind.value] = own.get(kind.value, 0) + size
+        beside = next(iter(self.devices.values()), _HOST)
         for copy, size in self.copies.items():
-            where = _HOST if copy in (Mode.HOST, CARRIED) else self.device
+            where = _HOST if copy in (Mode.HOST, CARRIED) else beside
             found.setdefault(where, {})[copy] = size
         return found
 
@@ -106,13 +111,14 @@ class MemoryReport:
 
 def memory_report(
     contract: Contract,
-    device: str = _HOST,
+    devices: Mapping[int, str] | None = None,
     copies: Mapping[str, int] | None = None,
     draft: DraftEntry | None = None,
 ) -> MemoryReport:
     """What a contract's caches take, beside the copies of a checkpoint.
 
-    draft: the draft graph, where it is open; its raw rows and carried streams are counted too.
+    devices: where a layer's caches live, cpu where it names none. draft: the draft graph, where it
+    is open; its raw rows and carried streams are counted too.
     """
     by_layer: dict[int, dict[CacheKind, int]] = {}
     rows: dict[CacheKind, tuple[int, CacheType]] = {}
@@ -134,6 +140,6 @@ def memory_report(
         spare=spare,
         rows=rows,
         streams=streams,
-        device=device,
+        devices={layer: (devices or {}).get(layer, _HOST) for layer in by_layer},
         copies=copied,
     )

@@ -72,8 +72,7 @@ def pick_device(ort: Any, wanted: DeviceName) -> Literal["cpu", "cuda"]:
     if wanted == "cpu":
         return "cpu"
     # The list of available providers names CUDA on machines without a GPU; the devices do not.
-    has_cuda = any(d.ep_name == _PROVIDERS["cuda"] for d in ort.get_ep_devices())
-    if has_cuda:
+    if count_cuda(ort):
         return "cuda"
     if wanted == "cuda":
         raise DeviceError(
@@ -83,20 +82,35 @@ def pick_device(ort: Any, wanted: DeviceName) -> Literal["cpu", "cuda"]:
     return "cpu"
 
 
+def count_cuda(ort: Any) -> int:
+    """NVIDIA GPUs that ONNX Runtime sees."""
+    return sum(d.ep_name == _PROVIDERS["cuda"] for d in ort.get_ep_devices())
+
+
+def device_id(device: str) -> int:
+    """The number of a device: 0 for cpu and cuda, 1 for cuda:1."""
+    return int(device.partition(":")[2] or 0)
+
+
 def open_session(
     ort: Any,
     path: Path,
     contract: Contract,
     manifest: Manifest,
-    device: Literal["cpu", "cuda"],
+    device: str,
     options: SessionOptions,
 ) -> Any:
-    """Open a graph of a bundle on a device, and check where its nodes were placed."""
+    """Open a graph of a bundle on a device, and check where its nodes were placed.
+
+    device: cpu, cuda, or a GPU by number such as cuda:1.
+    """
     _check_version(ort, manifest)
     settings = _settings(ort, manifest, options)
-    provider = _PROVIDERS[device]
+    provider = _PROVIDERS[device.partition(":")[0]]
+    number = device_id(device)
+    wanted = (provider, {"device_id": str(number)}) if number else provider
     try:
-        session = ort.InferenceSession(str(path), sess_options=settings, providers=[provider])
+        session = ort.InferenceSession(str(path), sess_options=settings, providers=[wanted])
     except Exception as error:  # ONNX Runtime raises its own classes, without a common base
         reason = (str(error).splitlines() or [repr(error)])[0]
         raise ContractError(

@@ -14,7 +14,14 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from cachegraph.models.contract import CacheKind, Contract, Padding, RowLayout, TensorRow
+from cachegraph.models.contract import (
+    OUT_ROWS,
+    CacheKind,
+    Contract,
+    Padding,
+    RowLayout,
+    TensorRow,
+)
 from cachegraph.models.errors import ContractError, PlanError
 from cachegraph.models.plan_fields import (
     NO_PREVIOUS,
@@ -31,7 +38,7 @@ from cachegraph.runtime.planners.step import StepPlan
 from cachegraph.runtime.split import UBatch
 
 Rows = NDArray[np.float32]
-_BATCH = ("tokens", "positions", "out_rows")
+_BATCH = ("tokens", "positions", OUT_ROWS)
 _TOKENS = ("T",)  # rows of this shape are stream-major: they are filled as [S, P]
 
 
@@ -83,6 +90,7 @@ class Filler:
                 spec, contract.layout(spec.kind), contract.layout(dict(spec.serves)[spec.kind])
             )
             for spec in specs.compressors
+            if contract.has(spec.kind)  # a stage may be without layers of this kind
         }
         self._raw_names = [plan_name(CacheKind.RAW, field) for field in RawFields._fields]
         self._names = {
@@ -94,7 +102,8 @@ class Filler:
             *self._raw_names,
             *(n for names in self._names.values() for n in names),
         }
-        unknown = named ^ {slot.name for slot in self._slots}
+        found = {slot.name for slot in self._slots}
+        unknown = (named ^ found) - {OUT_ROWS}  # a stage without a head has none
         if unknown:
             raise ContractError(
                 f"host rows without a planner, or the reverse: {sorted(unknown)}"
@@ -131,8 +140,8 @@ class Filler:
         batch = (ubatch.tokens.reshape(block), ubatch.positions.reshape(block), out_rows)
         yield from zip(_BATCH, batch, strict=True)
         yield from zip(self._raw_names, _raw_fields(step.raw, block), strict=True)
-        for kind, plan in step.compressors.items():
-            fields = _compressor_fields(self._tables[kind], plan, ubatch, dims)
+        for kind, table in self._tables.items():
+            fields = _compressor_fields(table, step.compressors[kind], ubatch, dims)
             yield from zip(self._names[kind], fields, strict=True)
 
 

@@ -47,8 +47,11 @@ class GraphPart:
         self._results = results
         self._filler = Filler(contract, planners)
 
-    def bound(self, bucket: Bucket) -> BoundCall:
-        """The buffers of a bucket; CapacityError where they cannot be had."""
+    def bound(self, bucket: Bucket, given: Mapping[str, Buffer] | None = None) -> BoundCall:
+        """The buffers of a bucket; CapacityError where they cannot be had.
+
+        given: buffers of another call to take as inputs, where the bucket is not bound yet.
+        """
         if bucket not in self.calls:
             sizes = dims(self._planners, bucket)
             try:
@@ -59,6 +62,7 @@ class GraphPart:
                     self._caches,
                     sizes,
                     self._results,
+                    given,
                 )
             except MemoryError as error:
                 raise CapacityError(
@@ -81,6 +85,16 @@ class GraphPart:
         for buffer in call.inputs.values():
             self._binder.push(buffer)
         return call
+
+    @property
+    def providers(self) -> list[str]:
+        """The execution provider that runs."""
+        return [str(self.session.get_providers()[0])]
+
+    def close(self) -> None:
+        """Free session and buffers."""
+        self.calls.clear()
+        self.session = None
 
     def run(self, call: BoundCall) -> None:
         """Run what was prepared; whatever ONNX Runtime raises. Caches may then be half written."""

@@ -21,6 +21,7 @@ from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
 from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch
+from cachegraph.runtime.stages import StageChain
 
 Progress = Callable[[int, int], None]
 Rows = NDArray[np.float32]
@@ -32,7 +33,7 @@ class StepRunner:
     def __init__(
         self,
         manifest: Manifest,
-        graph: GraphPart,
+        graph: GraphPart | StageChain,
         table: SequenceTable,
         committed: Callable[[UBatch, BoundCall], None],
     ) -> None:

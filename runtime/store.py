@@ -11,10 +11,11 @@ from pathlib import Path
 
 from cachegraph.models.errors import RewindError, UsageError
 from cachegraph.models.manifest import Manifest
-from cachegraph.runtime.binding import Binder, Buffer, allocate_caches
+from cachegraph.runtime.binding import Binder, Buffer, PlacedBinder, allocate_caches
 from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import initial_caches
+from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.rows import copy_rows, zero_raw, zero_stream
 from cachegraph.runtime.saved import (
     Rows,
@@ -30,18 +31,24 @@ from cachegraph.runtime.sequences import SequenceTable
 class SequenceStore:
     """Caches, and what each sequence holds in them.
 
-    caches: buffers by contract name. table: the bookkeeping. drafter: what the draft graph holds
-    beside them, where the engine drafts.
+    caches: buffers by contract name, on the devices of their stages. binder: moves their rows.
+    table: the bookkeeping. drafter: what the draft graph holds beside them, where the engine
+    drafts.
     """
 
-    def __init__(self, manifest: Manifest, binder: Binder) -> None:
+    def __init__(self, manifest: Manifest, stages: Sequence[OpenGraph]) -> None:
         """Allocates every cache; CapacityError, with nothing kept, where one cannot be had."""
         self._manifest = manifest
-        self._binder = binder
         self._contract = manifest.contract
-        self.caches: dict[str, Buffer] = allocate_caches(
-            binder, self._contract, initial_caches(self._contract)
-        )
+        self.caches: dict[str, Buffer] = {}
+        homes: dict[int, Binder] = {}
+        for stage in stages:
+            own = allocate_caches(stage.binder, stage.contract, initial_caches(stage.contract))
+            self.caches |= own
+            homes |= {id(buffer): stage.binder for buffer in own.values()}
+        binders = {id(stage.binder): stage.binder for stage in stages}
+        one = next(iter(binders.values()))
+        self.binder: Binder = one if len(binders) == 1 else PlacedBinder(homes)
         self.table = SequenceTable(self._contract, manifest.planners)
         self.drafter: Drafter | None = None
 
@@ -70,8 +77,8 @@ class SequenceStore:
         with interrupts_held():
             self.table.clear(seq_id)
             if data:
-                zero_stream(self._binder, self._contract, self.caches, seq_id)
-                zero_raw(self._binder, self._contract, self.caches, own)
+                zero_stream(self.binder, self._contract, self.caches, seq_id)
+                zero_raw(self.binder, self._contract, self.caches, own)
                 if self.drafter is not None:
                     self.drafter.zero(seq_id)
 
@@ -80,7 +87,7 @@ class SequenceStore:
         self.check_id(seq_id)
         with interrupts_held():
             self.table.clear(seq_id, "reset")
-            zero_stream(self._binder, self._contract, self.caches, seq_id)
+            zero_stream(self.binder, self._contract, self.caches, seq_id)
 
     def remove(self, seq_id: int, first: int, end: int) -> None:
         """As of `Engine.remove`."""
@@ -100,7 +107,7 @@ class SequenceStore:
         moves = self.table.live_rows(source, target)
         with interrupts_held():
             self.table.clear(target)
-            moved = copy_rows(self._binder, self._contract, self.caches, moves)
+            moved = copy_rows(self.binder, self._contract, self.caches, moves)
             self.table.copied(source, target)
             if self.drafter is not None:
                 moved += self.drafter.copy(source, target)
@@ -114,7 +121,7 @@ class SequenceStore:
         saved: list[SavedSequence] = []
         tensors: dict[str, Rows] = {}
         for seq in held if seq_ids is None else dict.fromkeys(seq_ids):
-            part, rows = collect(seq, self.table, self._binder, self._contract, self.caches)
+            part, rows = collect(seq, self.table, self.binder, self._contract, self.caches)
             if self.drafter is not None:
                 draft, more = self.drafter.stored(seq)
                 part, rows = part.model_copy(update={"draft": draft}), rows | more
@@ -160,7 +167,7 @@ class SequenceStore:
         try:
             for spec in self._contract.caches:
                 cache = self.caches[spec.name]
-                self._binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
+                self.binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
         except BaseException:
             self.table.clear(placed.slot)
             raise

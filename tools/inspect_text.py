@@ -163,7 +163,13 @@ def _files(manifest: Manifest) -> Iterator[str]:
     yield ""
     yield "files"
     weights = manifest.weights
-    rows: list[tuple[str, str]] = [(manifest.template, "template: every size symbolic")]
+    rows: list[tuple[str, str]] = [
+        (
+            stage.template,
+            f"template of layers {stage.first} to {stage.end - 1}, {stage.device or 'any device'}",
+        )
+        for stage in manifest.stages
+    ] or [(manifest.template, "template: every size symbolic")]
     if manifest.draft is not None:
         rows.append((manifest.draft.template, "template of the draft graph"))
     rows += [(graph.file, f"static graph: {_sizes(graph)}") for graph in manifest.graphs]

@@ -22,7 +22,7 @@ from cachegraph.graphgen.deepseek_v4.step import emit_step
 from cachegraph.graphgen.layers.linear import linear
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.weights.parameter import share, vector
-from cachegraph.models.contract import CARRIED, LOGITS, STREAMS, Contract
+from cachegraph.models.contract import CARRIED, LOGITS, OUT_ROWS, STREAMS, Contract
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import stream_width
 from cachegraph.models.deepseek_v4.draft_tensors import DRAFT_PREFIX
@@ -78,7 +78,7 @@ class DraftBlock(nn.Module):
         caches = stored_caches(contract.caches, inputs)
         streams, written = self.layer(op, streams, values, caches)
         outputs = {s.out_name: written[s.kind].part(s.part) for s in contract.caches}
-        wanted = op.Gather(streams, inputs["out_rows"], axis=0)  # [O, M, D]
+        wanted = op.Gather(streams, inputs[OUT_ROWS], axis=0)  # [O, M, D]
         outputs[LOGITS] = self.head(op, self.norm(op, self.hc_head(op, wanted)))
         outputs[STREAMS] = op.Reshape(streams, [-1, stream_width(self.config)])
         return outputs

@@ -23,7 +23,15 @@ from cachegraph.graphgen.layers.linear import (
 )
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.weights.parameter import tensor, vector
-from cachegraph.models.contract import EMBEDDINGS, LOGITS, STREAMS, CacheKind, Contract
+from cachegraph.models.contract import (
+    CARRIED,
+    EMBEDDINGS,
+    LOGITS,
+    OUT_ROWS,
+    STREAMS,
+    CacheKind,
+    Contract,
+)
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import stream_width
 from cachegraph.models.export_options import ExportOptions, WeightType
@@ -139,18 +147,33 @@ class DeepseekV4(nn.Module):
     def forward(
         self, op: OpBuilder, contract: Contract, inputs: Mapping[str, ir.Value]
     ) -> dict[str, ir.Value]:
-        """Graph inputs by contract name -> graph outputs by contract name."""
-        values = emit_step(op, self.config, inputs, self.pinned)
-        rows = self.embed(op, values.tokens)  # [T, D]
-        streams = op.Expand(op.Unsqueeze(rows, [1]), [1, self.config.hc_mult, 1])
+        """Graph inputs by contract name -> graph outputs by contract name.
+
+        The contract's caches say which layers the graph holds: all, or those of one stage.
+        """
+        layers = list(dict.fromkeys(spec.layer for spec in contract.caches))
+        values = emit_step(op, self.config.part(layers), inputs, self.pinned)
+        streams = self._first_streams(op, values, inputs)
         outputs: dict[str, ir.Value] = {}
-        for number, layer in enumerate(self.layers):
+        for number in layers:
             specs = [spec for spec in contract.caches if spec.layer == number]
-            streams, written = layer(op, streams, values, stored_caches(specs, inputs))
+            stored = stored_caches(specs, inputs)
+            streams, written = self.layers[number](op, streams, values, stored)
             outputs |= {s.out_name: written[s.kind].part(s.part) for s in specs}
-        wanted = op.Gather(streams, inputs["out_rows"], axis=0)  # [O, M, D]
-        outputs[EMBEDDINGS] = self.norm(op, self.hc_head(op, wanted))
-        outputs[LOGITS] = self.head(op, outputs[EMBEDDINGS])
+        if OUT_ROWS in inputs:
+            wanted = op.Gather(streams, inputs[OUT_ROWS], axis=0)  # [O, M, D]
+            outputs[EMBEDDINGS] = self.norm(op, self.hc_head(op, wanted))
+            outputs[LOGITS] = self.head(op, outputs[EMBEDDINGS])
         if any(row.name == STREAMS for row in contract.outputs):
             outputs[STREAMS] = op.Reshape(streams, [-1, stream_width(self.config)])
         return outputs
+
+    def _first_streams(
+        self, op: OpBuilder, values: StepValues, inputs: Mapping[str, ir.Value]
+    ) -> ir.Value:
+        """[T, M, D]: the embedded tokens, or what the stage before gives."""
+        m, d = self.config.hc_mult, self.config.hidden_size
+        if CARRIED in inputs:
+            return op.Reshape(inputs[CARRIED], [-1, m, d])
+        rows = self.embed(op, values.tokens)  # [T, D]
+        return op.Expand(op.Unsqueeze(rows, [1]), [1, m, 1])

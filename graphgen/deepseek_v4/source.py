@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 from cachegraph.graphgen.deepseek_v4.draft import DraftBlock
 from cachegraph.graphgen.deepseek_v4.model import DeepseekV4
-from cachegraph.graphgen.source import DraftSource, ModelSource
+from cachegraph.graphgen.source import DraftSource, ModelSource, StageSource
 from cachegraph.graphgen.weights.parameter import Read
+from cachegraph.models.contract import Contract
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import (
     contract,
     ladder,
     planner_specs,
+    stream_width,
 )
 from cachegraph.models.deepseek_v4.draft_contract import (
     draft_contract,
@@ -23,6 +25,7 @@ from cachegraph.models.deepseek_v4.draft_contract import (
 from cachegraph.models.deepseek_v4.serial import to_dict
 from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.plan_fields import SENTINELS
+from cachegraph.models.stages import stage_contract, stage_layers
 
 
 def model_source(
@@ -34,16 +37,17 @@ def model_source(
 ) -> ModelSource:
     """Everything export needs, from a config and the options; with_draft: the MTP block too."""
     main = DeepseekV4(config, options)
+    whole = contract(
+        config,
+        options.capacity,
+        options.cache_types,
+        options.raw,
+        with_streams=with_draft,
+    )
     return ModelSource(
         family="deepseek_v4",
         config=to_dict(config),
-        contract=contract(
-            config,
-            options.capacity,
-            options.cache_types,
-            options.raw,
-            with_streams=with_draft,
-        ),
+        contract=whole,
         planners=planner_specs(config, options.capacity),
         ladder=ladder(config, options.capacity),
         sentinels=SENTINELS,
@@ -53,7 +57,25 @@ def model_source(
         eos_token_ids=config.eos_token_ids,
         emit=main,
         draft=_draft_source(config, main, options) if with_draft else None,
+        stages=_stages(config, whole, options),
         open_read=open_read,
+    )
+
+
+def _stages(
+    config: DeepseekV4Config, whole: Contract, options: ExportOptions
+) -> tuple[StageSource, ...]:
+    if not options.split:
+        return ()
+    parts = stage_layers(options.split, config.num_layers)
+    devices = options.devices or (None,) * len(parts)
+    return tuple(
+        StageSource(
+            layers=layers,
+            contract=stage_contract(whole, layers, stream_width(config)),
+            device=device,
+        )
+        for layers, device in zip(parts, devices, strict=True)
     )
 
 

@@ -5,7 +5,7 @@ Parsing config.json lives in `parse.py`, the JSON form of this class in `serial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -93,6 +93,11 @@ class DeepseekV4Config:
         return replace(
             self, layer_kinds=(LayerKind.WINDOW,), num_hash_layers=0, num_nextn_layers=0
         )
+
+    def part(self, layers: Sequence[int]) -> DeepseekV4Config:
+        """The model as it is to a graph of some of its layers: only their kinds are there."""
+        kinds = tuple(self.layer_kinds[number] for number in layers)
+        return replace(self, layer_kinds=kinds, num_hash_layers=0, num_nextn_layers=0)
 
     def ratio(self, kind: LayerKind) -> int:
         """Tokens per compressed row of a layer kind; 0 for window layers."""

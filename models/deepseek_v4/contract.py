@@ -16,6 +16,7 @@ from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import (
     EMBEDDINGS,
     LOGITS,
+    OUT_ROWS,
     STREAMS,
     CacheKind,
     CacheSpec,
@@ -263,7 +264,7 @@ def batch_rows() -> tuple[TensorRow, ...]:
     rows: tuple[tuple[str, tuple[Dim, ...], Padding, str], ...] = (
         ("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
         ("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
-        ("out_rows", ("O",), Padding.LAST, "rows of T whose logits are wanted"),
+        (OUT_ROWS, ("O",), Padding.LAST, "rows of T whose logits are wanted"),
     )
     return tuple(
         TensorRow(

@@ -19,6 +19,7 @@ from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.binding import CpuBinder, CudaBinder, allocate_caches
 from cachegraph.runtime.engine import Engine
 from cachegraph.runtime.memory import initial_caches, memory_report
+from cachegraph.runtime.opening import OpenGraph, OpenGraphs
 from cachegraph.runtime.ort import load_onnxruntime
 
 Array = np.ndarray
@@ -149,7 +150,10 @@ class Device:
         self.session = FakeSession(provider="CUDAExecutionProvider", log=self.log)
         binder = CudaBinder(fake_cuda(self.log))
         manifest = read_manifest(folder)
-        self.engine = Engine(folder, manifest, self.session, binder, "cuda")
+        graph = OpenGraph(
+            session=self.session, contract=manifest.contract, device="cuda", binder=binder
+        )
+        self.engine = Engine(folder, manifest, OpenGraphs(stages=(graph,)))
         self.caches: dict[str, DeviceValue] = {
             spec.name: self.engine._store.caches[spec.name].value
             for spec in manifest.contract.caches

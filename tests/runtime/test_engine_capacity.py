@@ -15,6 +15,7 @@ from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import CapacityError
 from cachegraph.runtime.binding import CpuBinder
 from cachegraph.runtime.engine import Engine
+from cachegraph.runtime.opening import OpenGraph, OpenGraphs
 from cachegraph.runtime.ort import load_onnxruntime
 
 pytestmark = pytest.mark.r2
@@ -106,7 +107,13 @@ def test_a_full_engine_goes_on_after_one_sequence_is_freed(engine: Engine) -> No
 def test_a_thousand_churn_cycles_leak_no_rows(engine: Engine) -> None:
     """A65: random prefills, decodes and clears on the host side of an engine."""
     ort = load_onnxruntime()
-    host = Engine(engine.folder, engine.manifest, FakeSession(), CpuBinder(ort), "cpu")
+    graph = OpenGraph(
+        session=FakeSession(),
+        contract=engine.manifest.contract,
+        device="cpu",
+        binder=CpuBinder(ort),
+    )
+    host = Engine(engine.folder, engine.manifest, OpenGraphs(stages=(graph,)))
     cells, context = host._store.table.cells, engine.manifest.capacity.context
     rng = np.random.default_rng(7)
     for _ in range(1000):

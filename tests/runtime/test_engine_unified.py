@@ -200,7 +200,7 @@ def test_a_failed_restore_leaves_the_slot_empty_and_frees_its_cells(
     def broken(*_: object) -> None:
         raise OSError("the device is gone")
 
-    monkeypatch.setattr(engine._store._binder, "write_rows", broken)
+    monkeypatch.setattr(engine._store.binder, "write_rows", broken)
     with pytest.raises(OSError, match="gone"):
         engine.restore(tmp_path / "state", {0: 3})
     assert [engine.length(seq) for seq in range(4)] == [30, 12, 0, 0]

@@ -88,10 +88,11 @@ def test_growing_a_checkpoint_grows_the_report(engine: Engine) -> None:
 def test_copies_stand_by_their_states_but_for_those_of_mode_host() -> None:
     """All copies of a device live there; mode `host` is host memory wherever the caches are."""
     rows = contract(tiny_config(), Capacity(context=100, sequences=3))
-    found = memory_report(rows, "cuda", {"base": 70, "delta": 5}).breakdown()
+    cuda = {spec.layer: "cuda" for spec in rows.caches}
+    found = memory_report(rows, cuda, {"base": 70, "delta": 5}).breakdown()
     assert found.keys() == {"cuda"}
     assert (found["cuda"]["base"], found["cuda"]["delta"]) == (70, 5)
-    found = memory_report(rows, "cuda", {"host": 70}).breakdown()
+    found = memory_report(rows, cuda, {"host": 70}).breakdown()
     assert found["cpu"] == {"host": 70}
     assert "host" not in found["cuda"]
 

@@ -60,10 +60,13 @@ class OurProgram:
 
     def __init__(self, bundle: str, threads: int, device: str) -> None:
         from cachegraph.runtime import Engine
+        from cachegraph.runtime.part import GraphPart
 
         self._engine = Engine.load(bundle, threads=threads, device=device)  # type: ignore[arg-type]
-        self._session = _TimedSession(self._engine._graph.session)
-        self._engine._graph.session = self._session
+        graph = self._engine._graph
+        assert isinstance(graph, GraphPart), "bench measures bundles of one graph"
+        self._session = _TimedSession(graph.session)
+        graph.session = self._session
         self._next = dict.fromkeys(range(self._engine.num_sequences), 0)
 
     def prefill(self, seq_id: int, tokens: NDArray[np.int64]) -> Timing:

@@ -69,6 +69,21 @@ PinnedOption = Annotated[
         "token. Not the published model: only 0 gives its answers.",
     ),
 ]
+SplitOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Layers of each stage: writes one graph a stage, which run one after another.",
+    ),
+]
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE,...",
+        help="Where each stage of --split runs and keeps its caches: cpu, cuda:0, cuda:1 and so "
+        "on. Written to the manifest; an engine opened with device cpu runs all of them there.",
+    ),
+]
 SelectOption = Annotated[
     Select,
     typer.Option(help="How attention reads the indexer's rows: gathered, or all masked."),
@@ -150,6 +165,8 @@ def command(
     index_cache: IndexCacheOption = CacheType.F32,
     raw: RawOption = RowSharing.PER_STREAM,
     draft: DraftOption = True,
+    split: SplitOption = None,
+    devices: DevicesOption = None,
     preset: PresetOption = None,
     no_weights: NoWeightsOption = False,
     static: StaticOption = None,
@@ -172,6 +189,8 @@ def command(
         index_cache=index_cache,
         raw=raw,
         draft=draft,
+        split=_counts(split),
+        devices=tuple(devices.split(",")) if devices else (),
         capacity=Capacity(
             context=context,
             sequences=sequences,
@@ -209,6 +228,15 @@ def _write(
             overwrite=overwrite,
             progress=progress,
         )
+
+
+def _counts(split: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(count) for count in split.split(",")) if split else ()
+    except ValueError:
+        raise ConfigError(
+            f"--split {split!r}: wanted layers of each stage, such as 22,21"
+        ) from None
 
 
 def _check_places(places: list[str], preset: str | None, no_weights: bool) -> None:
