@@ -31,6 +31,7 @@ from cachegraph.models.errors import (
 from cachegraph.runtime import GenerateOptions
 from cachegraph.runtime.batch import Batch
 from cachegraph.runtime.engine import Engine
+from cachegraph.runtime.padding import fill_rows
 
 pytestmark = pytest.mark.r2
 
@@ -231,17 +232,12 @@ def test_tokens_taken_up_again_have_no_streams(
     check(engine, judge, text[25], known_from=24)
 
 
-def test_padded_lanes_never_matter(engine: Engine, judge: Judge, text: list[int]) -> None:
-    drafter = engine._store.drafter
-    assert drafter is not None
-    engine.append(text[:30])
-    drafted(engine, {0: 3})
-    for call in drafter.graph.calls.values():
-        call.inputs["carried"].array[:] = np.nan
-    engine.append(text[30:33])
-    check(engine, judge, text[33])
-    for call in drafter.graph.calls.values():
-        assert np.isfinite(call.inputs["carried"].array).all() or call.dims["P"] not in (1, 4)
+def test_every_lane_of_the_carried_rows_is_written() -> None:
+    buffer = np.full((2 * 4, 3), np.nan, np.float32)
+    rows = np.arange(9, dtype=np.float32).reshape(3, 3)
+    fill_rows(buffer, rows, 3, 4)
+    assert np.array_equal(buffer[:3], rows)
+    assert not buffer[3:].any()
 
 
 def test_drafting_again_or_going_on_otherwise_is_no_matter(
