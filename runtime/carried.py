@@ -23,7 +23,8 @@ class Carried:
 
     tokens: the ids of positions 0 .. end - 1, by which edits of the sequence are found. paired:
     one past the last position whose pair is in the raw rows; it may be end + 1, and `ahead` is the
-    token of that last pair then. edits: the sequence's count of edits when it was last looked at.
+    token of that last pair then. rewrites: the table's count of them when the sequence was last
+    looked at.
     """
 
     spec: CarriedSpec
@@ -32,7 +33,7 @@ class Carried:
     end: int = 0
     paired: int = 0
     ahead: int | None = None
-    edits: int = 0
+    rewrites: int = 0
     tokens: list[int] = field(default_factory=list)
 
     @classmethod

@@ -146,7 +146,7 @@ class Drafter:
         carried = self._synced(source, self._table.length(source))
         self.cells.clear(target)
         self._carried[target].take(carried)
-        self._carried[target].edits = self._table.edits(target)[0]
+        self._carried[target].rewrites = self._table.rewrites(target)
         move = RowMove(CacheKind.RAW, *self.cells.moves(source, target))
         self.cells.copy(source, target)
         return copy_rows(self._binder, self._contract, self._caches, [move])
@@ -184,7 +184,7 @@ class Drafter:
         length = self._table.length(slot)
         self._begin(slot, length)
         carried = self._carried[slot]
-        carried.edits = self._table.edits(slot)[0]
+        carried.rewrites = self._table.rewrites(slot)
         if saved is None:
             return
         rows = tensors[rows_name(seq, CARRIED)][-carried.spec.rows :]
@@ -268,14 +268,15 @@ class Drafter:
 
     def _synced(self, seq: int, length: int) -> Carried:
         """What is carried, after it has followed every edit of a sequence of `length` tokens."""
-        carried, edits = self._carried[seq], self._table.edits(seq)[0]
-        if edits != carried.edits or length != carried.end:
+        carried, rewrites = self._carried[seq], self._table.rewrites(seq)
+        common = min(length, carried.end)
+        if rewrites != carried.rewrites:
             common = min(length, common_prefix(carried.tokens, self._table.tokens(seq)))
-            if common < carried.end:
-                self._cut(seq, common)
-            if common < length:
-                self._begin(seq, length)
-            carried.edits = edits
+            carried.rewrites = rewrites
+        if common < carried.end:
+            self._cut(seq, common)
+        if common < length:
+            self._begin(seq, length)
         return carried
 
     def _cut(self, seq: int, position: int) -> None:

@@ -67,6 +67,7 @@ class SequenceTable:
         self.cells = cell_table(contract.layout(CacheKind.RAW), specs.raw)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
         self._edits = [(0, "")] * self.cells.layout.streams
+        self._rewrites = [0] * self.cells.layout.streams
 
     @property
     def ids(self) -> range:
@@ -295,7 +296,12 @@ class SequenceTable:
             for spec in self._compressors
         )
 
+    def rewrites(self, seq_id: int) -> int:
+        """How often a sequence was edited so that the tokens it kept may be others."""
+        return self._rewrites[seq_id]
+
     def _edited(self, seq_id: int, how: str) -> None:
+        self._rewrites[seq_id] += how != "cut"
         self._edits[seq_id] = (self._edits[seq_id][0] + 1, how)
 
     def _rows_at(
