@@ -218,14 +218,20 @@ def buckets(engine: Engine, case: Case) -> Iterator[Piece]:
                 before = batch({seq: (case.texts[seq], 0, end - count)})
                 engine.decode(before)
         only = BucketLadder(streams=(streams,), steps=(step,), contexts=(context,))
-        engine.manifest = engine.manifest.model_copy(update={"ladder": only})
+        use_ladder(engine, only)
         now = {seq: (case.texts[seq], end - count, end) for seq, end in enumerate(ends)}
         logits = engine.decode(batch(now)).reshape(streams, count, -1)
-        engine.manifest = engine.manifest.model_copy(update={"ladder": ladder})
+        use_ladder(engine, ladder)
         used = {(b.streams, b.step, b.context) for b in engine._graph.calls}
         assert (streams, step, context) in used
         for seq, end in enumerate(ends):
             yield Piece(text=seq, start=end - count, logits=logits[seq])
+
+
+def use_ladder(engine: Engine, ladder: BucketLadder) -> None:
+    """What splits a batch and what picks its buckets."""
+    engine.manifest = engine.manifest.model_copy(update={"ladder": ladder})
+    engine._steps._manifest = engine.manifest
 
 
 PLAY = {
