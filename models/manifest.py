@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from cachegraph.models.buckets import Bucket, BucketLadder
 from cachegraph.models.cache_types import CacheTypes, check_raw_types, check_stored
@@ -28,6 +28,7 @@ from cachegraph.models.contract import (
 )
 from cachegraph.models.errors import ContractError
 from cachegraph.models.planner_specs import PlannerSpecs, dims
+from cachegraph.models.stages import check_device, check_stages
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -106,6 +107,13 @@ class StageEntry(_Part):
     end: int
     device: str | None
     tensors: tuple[TensorRow, ...]
+
+    @field_validator("device")
+    @classmethod
+    def _named(cls, device: str | None) -> str | None:
+        if device is not None:
+            check_device(device)
+        return device
 
 
 class Manifest(_Part):
@@ -237,6 +245,10 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             "export the bundle again"
         ) from None
     check_stored(manifest.contract.caches, manifest.cache_types, where)
+    if manifest.stages:
+        layers = [range(stage.first, stage.end) for stage in manifest.stages]
+        parts = [manifest.stage_contract(stage) for stage in manifest.stages]
+        check_stages(manifest.contract, layers, parts, where)
     if manifest.draft is not None:
         check_stored(manifest.draft.contract.caches, manifest.cache_types, where)
     return manifest

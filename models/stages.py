@@ -20,7 +20,7 @@ from cachegraph.models.contract import (
     TensorRow,
     cache_rows,
 )
-from cachegraph.models.errors import ConfigError
+from cachegraph.models.errors import ConfigError, ContractError
 from cachegraph.models.plan_fields import CompressorFields, plan_name
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -37,8 +37,13 @@ def check_split(split: Sequence[int], devices: Sequence[str]) -> None:
             f"--devices names {len(devices)} for {len(split)} stages of --split; name one a stage"
         )
     for device in devices:
-        if not _DEVICE.fullmatch(device):
-            raise ConfigError(f"no device {device!r}; there are cpu, cuda, cuda:1 and so on")
+        check_device(device)
+
+
+def check_device(name: str) -> None:
+    """ConfigError for what names no device; whether it is there is the runtime's question."""
+    if not _DEVICE.fullmatch(name):
+        raise ConfigError(f"no device {name!r}; there are cpu, cuda, cuda:1 and so on")
 
 
 def stage_layers(split: Sequence[int], num_layers: int) -> tuple[range, ...]:
@@ -74,6 +79,41 @@ def stage_contract(whole: Contract, layers: range, width: int) -> Contract:
     return Contract(
         rows=(*hosted, *carried, *sides[:half], *given, *sides[half:]), caches=caches
     )
+
+
+def check_stages(
+    whole: Contract, layers: Sequence[range], parts: Sequence[Contract], where: str
+) -> None:
+    """ContractError unless stages hold every layer once, in order, and each fits the next.
+
+    layers: of each stage; parts: its rows, with the caches that its layers have in the whole.
+    """
+    num_layers = 1 + max(spec.layer for spec in whole.caches)
+    bounds = [0, *(own.stop for own in layers)]
+    if [own.start for own in layers] != bounds[:-1] or bounds[-1] != num_layers:
+        listed = ", ".join(f"{own.start} to {own.stop - 1}" for own in layers)
+        raise ContractError(
+            f"{where}: the stages hold layers {listed}, wanted 0 to {num_layers - 1} in order, "
+            "each once; export the bundle again"
+        )
+    given: TensorRow | None = None
+    for number, part in enumerate(parts):
+        caches = tuple(row for row in part.rows if row.role is Role.CACHE)
+        taken = _row(part.inputs, CARRIED)
+        if caches != cache_rows(part.caches) or _form(taken) != _form(given):
+            raise ContractError(
+                f"{where}: stage {number} does not have the caches of its layers, or not the "
+                "streams that the stage before gives; export the bundle again"
+            )
+        given = _row(part.outputs, STREAMS)
+
+
+def _row(rows: Sequence[TensorRow], name: str) -> TensorRow | None:
+    return next((row for row in rows if row.name == name), None)
+
+
+def _form(row: TensorRow | None) -> tuple[object, ...]:
+    return () if row is None else (row.dtype, row.shape)
 
 
 def _streams_row(name: str, width: int, *, is_output: bool) -> TensorRow:

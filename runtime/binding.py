@@ -34,6 +34,9 @@ class Buffer:
 class Binder(Protocol):
     """A device that holds buffers."""
 
+    def beside(self, buffer: Buffer) -> Binder:
+        """The device that a cache buffer is on, for copies of it."""
+
     def cache(self, initial: Array, dtype: DType) -> Buffer:
         """A cache buffer on the device that holds `initial`, a plain array (`check_plain`)."""
 
@@ -67,6 +70,10 @@ class CpuBinder:
 
     def __init__(self, ort: Any) -> None:
         self._ort = ort
+
+    def beside(self, buffer: Buffer) -> Binder:
+        """This device, which is the only one."""
+        return self
 
     def cache(self, initial: Array, dtype: DType) -> Buffer:
         """The array itself, shared."""
@@ -123,6 +130,10 @@ class CudaBinder:
         self._ort = ort
         self._device_id = device_id
 
+    def beside(self, buffer: Buffer) -> Binder:
+        """This device, which is the only one."""
+        return self
+
     def cache(self, initial: Array, dtype: DType) -> Buffer:
         """A device buffer, filled once; the host array is not kept in step with it."""
         check_plain(initial)
@@ -178,11 +189,13 @@ class PlacedBinder:
         """homes: the device of each cache buffer, by its id."""
         self._homes = homes
 
+    def beside(self, buffer: Buffer) -> Binder:
+        """The buffer's own device."""
+        return self._homes[id(buffer)]
+
     def cache(self, initial: Array, dtype: DType) -> Buffer:
-        """DeviceError: the copies of a checkpoint would have to follow their caches."""
-        raise DeviceError(
-            "checkpoint copies of a model on several devices are not supported yet; use ring"
-        )
+        """DeviceError: a cache belongs to a stage, a copy to the device of its cache."""
+        raise DeviceError("a cache buffer belongs to the device of a stage")
 
     def host(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """DeviceError: step buffers belong to a stage."""

@@ -25,6 +25,9 @@ Rows = NDArray[Any]
 class RowMover(Protocol):
     """The part of a binder that checkpoints use."""
 
+    def beside(self, buffer: Buffer) -> RowMover:
+        """The device of a cache buffer."""
+
     def cache(self, initial: Rows, dtype: DType) -> Buffer:
         """A buffer on the device."""
 
@@ -71,9 +74,9 @@ class StateCopies:
         wanted = set(kinds)
         self._mode = mode
         self._max_tokens = max_tokens
-        self._binder = binder
         self._caches = caches
         self._specs = [spec for spec in contract.caches if spec.kind in wanted]
+        self._homes = {spec.name: binder.beside(caches[spec.name]) for spec in self._specs}
         self._host: dict[str, Rows] = {}
         self._base: dict[str, Buffer] = {}
         self._delta: dict[str, Buffer] = {}
@@ -85,6 +88,17 @@ class StateCopies:
         """Bytes by kind of copy: base, delta, shadow or host."""
         return copy_bytes(self._mode, self._max_tokens, self._specs)
 
+    @property
+    def by_layer(self) -> dict[int, dict[str, int]]:
+        """The same of each layer's states."""
+        layers: dict[int, list[CacheSpec]] = {}
+        for spec in self._specs if self._mode is not Mode.RING else ():
+            layers.setdefault(spec.layer, []).append(spec)
+        return {
+            layer: copy_bytes(self._mode, self._max_tokens, specs)
+            for layer, specs in layers.items()
+        }
+
     def grow(self, max_tokens: int) -> None:
         """Make room for more tokens; what was recorded stays."""
         if self._mode is Mode.DELTA:
@@ -92,22 +106,20 @@ class StateCopies:
             for spec in self._specs:
                 old = np.arange(spec.layout.streams * self._max_tokens)
                 new = old // self._max_tokens * max_tokens + old % self._max_tokens
-                self._binder.move_rows(self._delta[spec.name], old, grown[spec.name], new)
+                home = self._homes[spec.name]
+                home.move_rows(self._delta[spec.name], old, grown[spec.name], new)
             self._delta = grown
         self._max_tokens = max_tokens
 
     def save(self) -> None:
         """Copy every ring, and nothing else."""
         for spec in self._specs:
+            home, cache = self._homes[spec.name], self._caches[spec.name]
             rows = np.arange(spec.layout.live_rows)
             if self._mode is Mode.HOST:
-                self._host[spec.name][...] = self._binder.read_rows(
-                    self._caches[spec.name], rows
-                )
+                self._host[spec.name][...] = home.read_rows(cache, rows)
             elif self._mode is not Mode.RING:
-                self._binder.move_rows(
-                    self._caches[spec.name], rows, self._base[spec.name], rows
-                )
+                home.move_rows(cache, rows, self._base[spec.name], rows)
 
     def record(self, stream: int, positions: Iterable[int], numbers: range) -> None:
         """Copy the ring rows of tokens. numbers: those of the tokens, counted from the save."""
@@ -115,9 +127,8 @@ class StateCopies:
         targets = stream * self._max_tokens + np.array(numbers, np.int64)
         for spec in self._specs:
             rows = spec.layout.base(stream) + places % spec.layout.rows_per_stream
-            self._binder.move_rows(
-                self._caches[spec.name], rows, self._delta[spec.name], targets
-            )
+            home, cache = self._homes[spec.name], self._caches[spec.name]
+            home.move_rows(cache, rows, self._delta[spec.name], targets)
 
     def restore(self, stream: int, kept: Mapping[CacheKind, Mapping[int, int]]) -> None:
         """Put back the rings of a stream, then the rows of tokens: ring row -> token number.
@@ -126,13 +137,13 @@ class StateCopies:
         """
         moves = [self._moves(spec, stream, kept.get(spec.kind, {})) for spec in self._specs]
         for spec, rows, targets, sources in moves:
-            cache = self._caches[spec.name]
+            home, cache = self._homes[spec.name], self._caches[spec.name]
             if self._mode is Mode.HOST:
-                self._binder.write_rows(cache, rows, self._host[spec.name][rows])
+                home.write_rows(cache, rows, self._host[spec.name][rows])
             else:
-                self._binder.move_rows(self._base[spec.name], rows, cache, rows)
+                home.move_rows(self._base[spec.name], rows, cache, rows)
             if targets.size:
-                self._binder.move_rows(self._delta[spec.name], sources, cache, targets)
+                home.move_rows(self._delta[spec.name], sources, cache, targets)
 
     def _moves(
         self, spec: CacheSpec, stream: int, kept: Mapping[int, int]
@@ -175,7 +186,7 @@ class StateCopies:
 
     def _buffer(self, spec: CacheSpec, rows: int) -> Buffer:
         try:
-            return self._binder.cache(self._zeros(spec, rows), spec.dtype)
+            return self._homes[spec.name].cache(self._zeros(spec, rows), spec.dtype)
         except MemoryError as error:
             raise self._no_memory(spec) from error
 

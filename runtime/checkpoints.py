@@ -91,6 +91,11 @@ class Checkpoints:
         """Bytes of the copies, by kind: base and delta, shadow or host; none in mode ring."""
         return self._copies.num_bytes
 
+    @property
+    def by_layer(self) -> dict[int, dict[str, int]]:
+        """Bytes of the copies of each layer's states, by kind."""
+        return self._copies.by_layer
+
     def limit(self, mode: Mode | str) -> int:
         """The most tokens of a sequence that a mode can be prepared for."""
         return self._limits[_mode(mode)]

@@ -111,7 +111,8 @@ class Engine:
 
         Args:
             bundle: the folder that an export wrote.
-            device: auto takes CUDA where ONNX Runtime offers it; cuda without one is an error.
+            device: auto takes CUDA where ONNX Runtime offers it; cuda without one is an error. The
+                stages of a split bundle then run where the manifest says; cpu or cuda:1 means all.
             threads: of one graph call; 0 leaves the choice to ONNX Runtime.
             spinning: whether idle threads burn CPU to answer sooner.
             optimization: disable, basic, extended, layout or all.
@@ -145,7 +146,7 @@ class Engine:
         return memory_report(
             self._contract,
             self.devices,
-            self.checkpoints.num_bytes,
+            self.checkpoints.by_layer,
             self.manifest.draft if self.can_draft else None,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from cachegraph.runtime.binding import no_memory
 from cachegraph.runtime.checkpoint_book import Mode
 
 _HOST = "cpu"
+_Key = TypeVar("_Key", bound=str)
 
 
 def initial_cache(spec: CacheSpec) -> NDArray[Any]:
@@ -46,7 +47,7 @@ class MemoryReport:
     by_layer: bytes of each layer's caches by kind, for all streams. spare: bytes of sentinel and
     spare rows, which are part of the others. rows: live rows of one sequence by kind, and the type
     they are held in. devices: where the caches of each layer live.
-    copies: bytes of the prepared checkpoint by kind of copy (base, delta, shadow, host).
+    copies_by_layer: bytes of the prepared checkpoint by kind of copy (base, delta, shadow, host).
     """
 
     by_layer: Mapping[int, Mapping[CacheKind, int]]
@@ -54,16 +55,17 @@ class MemoryReport:
     rows: Mapping[CacheKind, tuple[int, CacheType]]
     streams: int
     devices: Mapping[int, str]
-    copies: Mapping[str, int] = field(default_factory=dict)
+    copies_by_layer: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def by_kind(self) -> dict[CacheKind, int]:
         """Bytes by cache kind, over all layers."""
-        totals: dict[CacheKind, int] = {}
-        for kinds in self.by_layer.values():
-            for kind, size in kinds.items():
-                totals[kind] = totals.get(kind, 0) + size
-        return totals
+        return _totals(self.by_layer)
+
+    @property
+    def copies(self) -> dict[str, int]:
+        """Bytes by kind of copy, over all layers."""
+        return _totals(self.copies_by_layer)
 
     @property
     def total(self) -> int:
@@ -81,10 +83,11 @@ class MemoryReport:
             own = found.setdefault(self.devices[layer], {})
             for kind, size in kinds.items():
                 own[kind.value] = own.get(kind.value, 0) + size
-        beside = next(iter(self.devices.values()), _HOST)
-        for copy, size in self.copies.items():
-            where = _HOST if copy in (Mode.HOST, CARRIED) else beside
-            found.setdefault(where, {})[copy] = size
+        for layer, copies in self.copies_by_layer.items():
+            for copy, size in copies.items():
+                where = _HOST if copy in (Mode.HOST, CARRIED) else self.devices[layer]
+                own = found.setdefault(where, {})
+                own[copy] = own.get(copy, 0) + size
         return found
 
     def line(self) -> str:
@@ -112,13 +115,13 @@ class MemoryReport:
 def memory_report(
     contract: Contract,
     devices: Mapping[int, str] | None = None,
-    copies: Mapping[str, int] | None = None,
+    copies: Mapping[int, Mapping[str, int]] | None = None,
     draft: DraftEntry | None = None,
 ) -> MemoryReport:
     """What a contract's caches take, beside the copies of a checkpoint.
 
-    devices: where a layer's caches live, cpu where it names none. draft: the draft graph, where it
-    is open; its raw rows and carried streams are counted too.
+    devices: where a layer's caches live, cpu where it names none. copies: by layer.
+    draft: the draft graph, where it is open; its raw rows and carried streams are counted too.
     """
     by_layer: dict[int, dict[CacheKind, int]] = {}
     rows: dict[CacheKind, tuple[int, CacheType]] = {}
@@ -127,7 +130,8 @@ def memory_report(
     streams = max((spec.layout.streams for spec in caches), default=0)
     if draft is not None:
         caches += draft.contract.caches
-        copied[CARRIED] = draft.hidden.num_bytes * streams
+        layer = draft.contract.caches[0].layer
+        copied[layer] = {CARRIED: draft.hidden.num_bytes * streams}
     for spec in caches:
         kinds = by_layer.setdefault(spec.layer, {})
         kinds[spec.kind] = kinds.get(spec.kind, 0) + spec.num_bytes
@@ -141,5 +145,13 @@ def memory_report(
         rows=rows,
         streams=streams,
         devices={layer: (devices or {}).get(layer, _HOST) for layer in by_layer},
-        copies=copied,
+        copies_by_layer=copied,
     )
+
+
+def _totals(by_layer: Mapping[int, Mapping[_Key, int]]) -> dict[_Key, int]:
+    totals: dict[_Key, int] = {}
+    for sizes in by_layer.values():
+        for key, size in sizes.items():
+            totals[key] = totals.get(key, 0) + size
+    return totals

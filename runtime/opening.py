@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from cachegraph.models.contract import Contract
-from cachegraph.models.errors import DeviceError
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.binding import Binder, CpuBinder, CudaBinder
 from cachegraph.runtime.ort import (
     DeviceName,
     SessionOptions,
-    count_cuda,
+    check_there,
     device_id,
     open_session,
     pick_device,
@@ -43,10 +42,9 @@ class OpenGraphs:
 
     @property
     def devices(self) -> dict[int, str]:
-        """The device of every layer's caches."""
-        return {
-            spec.layer: stage.device for stage in self.stages for spec in stage.contract.caches
-        }
+        """The device of every layer's caches, the draft graph's too."""
+        graphs = (*self.stages, self.draft) if self.draft else self.stages
+        return {spec.layer: graph.device for graph in graphs for spec in graph.contract.caches}
 
 
 def open_graphs(
@@ -86,21 +84,18 @@ def open_graphs(
 
 
 def stage_devices(ort: Any, manifest: Manifest, wanted: DeviceName) -> tuple[str, ...]:
-    """The device of each graph: those of the manifest where CUDA is taken, else cpu for all.
+    """The device of each graph: the manifest's where CUDA is taken, else the one asked for.
 
-    DeviceError where a device is not there.
+    cpu and a GPU by number mean all graphs. DeviceError where a device is not there.
     """
     device = pick_device(ort, wanted)
-    if device == "cpu" or not manifest.stages:
+    if device != "cuda" or not manifest.stages:
         return (device,) * max(1, len(manifest.stages))
-    devices = tuple(stage.device or device for stage in manifest.stages)
-    count = count_cuda(ort)
+    # Two names of one GPU would be two devices, and the streams would cross for nothing.
+    names = (stage.device or device for stage in manifest.stages)
+    devices = tuple("cuda:0" if name == "cuda" else name for name in names)
     for name in devices:
-        if name != "cpu" and device_id(name) >= count:
-            raise DeviceError(
-                f"the bundle asks for device {name}; ONNX Runtime sees {count} NVIDIA GPUs here; "
-                "export with other --devices, or use device cpu"
-            )
+        check_there(ort, name)
     return devices
 
 

@@ -18,8 +18,9 @@ from cachegraph.models.errors import (
     DeviceError,
 )
 from cachegraph.models.manifest import Manifest
+from cachegraph.models.stages import check_device
 
-DeviceName = Literal["auto", "cpu", "cuda"]
+DeviceName = str  # auto, cpu, cuda, or a GPU by number: cuda:1
 Optimization = Literal["disable", "basic", "extended", "layout", "all"]
 _WHEELS = ("onnxruntime", "onnxruntime-gpu")
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -65,25 +66,37 @@ def load_onnxruntime() -> Any:
     return onnxruntime
 
 
-def pick_device(ort: Any, wanted: DeviceName) -> Literal["cpu", "cuda"]:
-    """The device to run on. DeviceError where CUDA is asked for and not there."""
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise DeviceError(f"no device {wanted!r}; there are auto, cpu and cuda")
-    if wanted == "cpu":
-        return "cpu"
-    # The list of available providers names CUDA on machines without a GPU; the devices do not.
-    if count_cuda(ort):
-        return "cuda"
-    if wanted == "cuda":
+def pick_device(ort: Any, wanted: DeviceName) -> str:
+    """The device to run on: cpu, cuda or cuda:1. DeviceError where it is not there."""
+    if wanted == "auto":
+        return "cuda" if count_cuda(ort) else "cpu"
+    try:
+        check_device(wanted)
+    except ConfigError as error:
+        raise DeviceError(f"{error}, and auto") from error
+    check_there(ort, wanted)
+    return wanted
+
+
+def check_there(ort: Any, device: str) -> None:
+    """DeviceError unless ONNX Runtime sees the device."""
+    count = count_cuda(ort)
+    if device == "cpu" or device_id(device) < count:
+        return
+    if not count:
         raise DeviceError(
-            "device cuda: ONNX Runtime sees no NVIDIA GPU here; install cachegraph[cuda] and a "
-            "driver, or use device cpu"
+            f"device {device}: ONNX Runtime sees no NVIDIA GPU here; install cachegraph[cuda] "
+            "and a driver, or use device cpu"
         )
-    return "cpu"
+    raise DeviceError(
+        f"device {device}: ONNX Runtime sees {count} NVIDIA GPU(s) here, numbered from 0; use "
+        "one of them or device cpu, or export with other --devices"
+    )
 
 
 def count_cuda(ort: Any) -> int:
     """NVIDIA GPUs that ONNX Runtime sees."""
+    # The list of available providers names CUDA on machines without a GPU; the devices do not.
     return sum(d.ep_name == _PROVIDERS["cuda"] for d in ort.get_ep_devices())
 
 

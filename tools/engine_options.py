@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from cachegraph.runtime import Engine
-    from cachegraph.runtime.ort import DeviceName
 
 BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", help="Folder that `cachegraph export` wrote.")
 ]
 DeviceOption = Annotated[
-    str, typer.Option(help="auto (CUDA where ONNX Runtime offers it), cpu or cuda.")
+    str,
+    typer.Option(
+        help="auto (CUDA where ONNX Runtime offers it), cpu, cuda or cuda:1. Stages of a split "
+        "bundle run where it says with auto and cuda, else all on the one named."
+    ),
 ]
 ThreadsOption = Annotated[
     int,
@@ -37,11 +40,4 @@ def open_engine(
     """Load a bundle with the shared options; errors as of `Engine.load`."""
     from cachegraph.runtime import Engine
 
-    # pick_device says which names there are
-    return Engine.load(
-        bundle,
-        device=cast("DeviceName", device),
-        threads=threads,
-        spinning=spinning,
-        draft=draft,
-    )
+    return Engine.load(bundle, device=device, threads=threads, spinning=spinning, draft=draft)

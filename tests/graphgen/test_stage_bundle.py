@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from support.bundles import Bundles
 
 from cachegraph.graphgen.freeze import freeze
 from cachegraph.models.buckets import Bucket
+from cachegraph.models.contract import CARRIED, STREAMS
+from cachegraph.models.errors import ContractError
 from cachegraph.models.export_options import Dialect, WeightType
-from cachegraph.models.manifest import read_manifest
+from cachegraph.models.manifest import MANIFEST_NAME, parse_manifest, read_manifest
 
 pytestmark = pytest.mark.r1
 
@@ -73,3 +77,43 @@ def test_stages_hold_the_weights_of_the_whole_once(folder: Path, bundles: Bundle
         )
     assert set(names.values()) == {1}
     assert manifest.weights.num_bytes == whole.weights.num_bytes
+
+
+Stages = list[dict[str, Any]]
+
+
+def put(field: str, value: object, number: int = 1) -> Callable[[Stages], None]:
+    return lambda stages: stages[number].update({field: value})
+
+
+def row(stage: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(row for row in stage["tensors"] if row["name"] == name)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (put("first", 2), "layers 0 to 0, 2 to 3, 4 to 4, wanted 0 to 4 in order"),
+        (put("first", 0), "layers 0 to 0, 0 to 3"),
+        (put("first", -1, 0), "layers -1 to 0"),
+        (put("end", 9, 2), "layers 0 to 0, 1 to 3, 4 to 8, wanted"),
+        (lambda stages: stages.pop(), "layers 0 to 0, 1 to 3, wanted"),
+        (lambda stages: stages.reverse(), "layers 4 to 4, 1 to 3, 0 to 0, wanted"),
+        (put("device", "gpu"), r"'stages\.1\.device': .*no device 'gpu'"),
+        (
+            lambda stages: row(stages[1], "cache.2.raw").update(dtype="int8"),
+            "stage 1 does not",
+        ),
+        (lambda stages: row(stages[2], CARRIED).update(name="other"), "stage 2 does not"),
+        (lambda stages: row(stages[0], STREAMS).update(shape=["T", 7]), "stage 1 does not"),
+    ],
+)
+def test_a_manifest_whose_stages_are_not_the_model_is_refused(
+    bundles: Bundles, damage: Callable[[Stages], None], message: str
+) -> None:
+    folder = bundles.bundle(bundles.checkpoint(), split=(1, 3, 1))
+    raw = json.loads((folder / MANIFEST_NAME).read_text())
+    parse_manifest(raw, "here")
+    damage(raw["stages"])
+    with pytest.raises(ContractError, match=message):
+        parse_manifest(raw, "here")

@@ -89,10 +89,13 @@ def test_copies_stand_by_their_states_but_for_those_of_mode_host() -> None:
     """All copies of a device live there; mode `host` is host memory wherever the caches are."""
     rows = contract(tiny_config(), Capacity(context=100, sequences=3))
     cuda = {spec.layer: "cuda" for spec in rows.caches}
-    found = memory_report(rows, cuda, {"base": 70, "delta": 5}).breakdown()
+    copies = {1: {"base": 70, "delta": 5}, 2: {"base": 30}}
+    found = memory_report(rows, cuda, copies).breakdown()
     assert found.keys() == {"cuda"}
-    assert (found["cuda"]["base"], found["cuda"]["delta"]) == (70, 5)
-    found = memory_report(rows, cuda, {"host": 70}).breakdown()
+    assert (found["cuda"]["base"], found["cuda"]["delta"]) == (100, 5)
+    found = memory_report(rows, {**cuda, 2: "cuda:1"}, copies).breakdown()
+    assert (found["cuda"]["base"], found["cuda:1"]["base"]) == (70, 30)
+    found = memory_report(rows, cuda, {1: {"host": 70}}).breakdown()
     assert found["cpu"] == {"host": 70}
     assert "host" not in found["cuda"]
 

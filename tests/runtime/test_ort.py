@@ -94,6 +94,8 @@ CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
         ((CPU, CUDA), "auto", "cuda"),
         ((CPU, CUDA), "cuda", "cuda"),
         ((CPU, CUDA), "cpu", "cpu"),
+        ((CPU, CUDA), "cuda:0", "cuda:0"),
+        ((CPU, CUDA, CUDA), "cuda:1", "cuda:1"),
     ],
 )
 def test_the_device_is_asked_of_the_devices(
@@ -105,11 +107,14 @@ def test_the_device_is_asked_of_the_devices(
 def test_cuda_without_a_gpu_is_an_error() -> None:
     with pytest.raises(DeviceError, match="device cuda: ONNX Runtime sees no NVIDIA GPU"):
         door.pick_device(devices(CPU), "cuda")
+    with pytest.raises(DeviceError, match=r"device cuda:1: ONNX Runtime sees 1 NVIDIA GPU"):
+        door.pick_device(devices(CPU, CUDA), "cuda:1")
 
 
-def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(DeviceError, match="no device 'tpu'; there are auto, cpu and cuda"):
-        door.pick_device(devices(CPU), "tpu")  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["tpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", ""])
+def test_an_unknown_device_is_an_error(name: str) -> None:
+    with pytest.raises(DeviceError, match=f"no device '{name}'; there are cpu, cuda, .* auto"):
+        door.pick_device(devices(CPU, CUDA), name)
 
 
 def placed(provider: str, *ops: tuple[str, str]) -> Any:

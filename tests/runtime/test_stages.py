@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from support.bundles import Bundles, open_engine
 from support.engines import Engines, feed, text
+from support.tiny import CONFIGS
 
+from cachegraph.models.contract import DType
 from cachegraph.models.errors import ConfigError, ContractError, DeviceError, StepError
 from cachegraph.models.manifest import read_manifest
 from cachegraph.runtime.binding import CpuBinder, PlacedBinder
@@ -67,13 +69,27 @@ def test_every_split_gives_the_logits_of_one_graph(
         assert np.abs(mine - theirs).max() <= 1e-5
 
 
-def test_saved_sequences_move_between_split_and_whole(
-    bundles: Bundles, tmp_path: Path
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_layer_a_stage_is_the_model_whatever_its_layers(
+    bundles: Bundles, name: str
 ) -> None:
-    with (
-        open_engine(made(bundles)) as one,
-        open_engine(made(bundles, split=(2, 3))) as two,
-    ):
+    """Stages without compressed rows, without hash layers, with a head alone behind a window."""
+    checkpoint = bundles.checkpoint(name)
+    whole = bundles.bundle(checkpoint)
+    split = (1,) * len(read_manifest(whole).config["layer_kinds"])
+    runs = []
+    for folder in (whole, bundles.bundle(checkpoint, split=split)):
+        with open_engine(folder, "basic") as engine:
+            runs.append(play_plainly(engine))
+    assert np.array_equal(*runs)
+
+
+@pytest.mark.parametrize("ways", [(0, 1), (1, 0)])
+def test_saved_sequences_move_between_split_and_whole(
+    bundles: Bundles, tmp_path: Path, ways: tuple[int, int]
+) -> None:
+    folders = (made(bundles), made(bundles, split=(2, 3)))
+    with open_engine(folders[ways[0]]) as one, open_engine(folders[ways[1]]) as two:
         feed(one, {0: 19})
         one.save(tmp_path / "state")
         two.restore(tmp_path / "state")
@@ -133,8 +149,10 @@ def test_rows_go_to_the_device_of_their_buffer() -> None:
     assert not other.array.any()
     placed.zero_rows(one, 0, 2)
     assert placed.read_rows(one, np.arange(4)).sum(axis=1).tolist() == [0, 0, 2, 2]
-    with pytest.raises(DeviceError, match="use ring"):
-        placed.cache(np.zeros((2, 2), np.float32), None)  # type: ignore[arg-type]
+    assert placed.beside(one) is ours
+    assert placed.beside(other) is theirs
+    with pytest.raises(DeviceError, match="device of a stage"):
+        placed.cache(np.zeros((2, 2), np.float32), DType.FLOAT32)
 
 
 class _Ort:
@@ -152,11 +170,14 @@ def test_devices_are_the_manifests_where_there_are_gpus(bundles: Bundles) -> Non
     manifest = read_manifest(folder)
     assert stage_devices(_Ort(2), manifest, "auto") == ("cuda:0", "cuda:1")
     assert stage_devices(_Ort(2), manifest, "cpu") == ("cpu", "cpu")
+    assert stage_devices(_Ort(2), manifest, "cuda:1") == ("cuda:1", "cuda:1")
     assert stage_devices(_Ort(0), manifest, "auto") == ("cpu", "cpu")
-    with pytest.raises(DeviceError, match="cuda:1; ONNX Runtime sees 1"):
+    with pytest.raises(DeviceError, match="cuda:1: ONNX Runtime sees 1"):
         stage_devices(_Ort(1), manifest, "cuda")
     with pytest.raises(DeviceError, match="sees no NVIDIA GPU"):
         stage_devices(_Ort(0), manifest, "cuda")
+    mixed = read_manifest(made(bundles, split=(2, 1, 2), devices=("cpu", "cuda", "cuda:0")))
+    assert stage_devices(_Ort(1), mixed, "auto") == ("cpu", "cuda:0", "cuda:0")
 
 
 def test_a_missing_stage_and_static_graphs_are_refused(

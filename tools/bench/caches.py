@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,6 @@ from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.deepseek_v4.contract import contract
 from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.runtime import Batch, Engine
-from cachegraph.runtime.ort import DeviceName
 
 MODEL = "tiny:deepseek_v4"
 PUBLISHED, PUBLISHED_CONTEXT = "deepseek-v4-flash", 131_072
@@ -75,8 +73,8 @@ def measure(
     plain: Logits | None = None
     for types in choices:
         report(f"caches: {types.rows.value} rows, {types.index.value} index keys")
-        bundle, where = _bundle(work, types), cast("DeviceName", device)
-        with Engine.load(bundle, device=where, threads=threads) as engine:
+        bundle = _bundle(work, types)
+        with Engine.load(bundle, device=device, threads=threads) as engine:
             texts = held_out(engine)
             logits = _teacher_forced(engine, texts)
             plain = logits if plain is None else plain

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import cast
 
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 from cachegraph.runtime import Engine, GenerateOptions
-from cachegraph.runtime.ort import DeviceName
 from cachegraph.tools.bench.caches import MODEL, held_out
 
 DRAFTS = (0, 1, 2, 3, 4, 5)
@@ -60,8 +58,7 @@ def measure_drafting(
         bundle = export(
             MODEL, work / f"draft_{form.value}", options, static=[], overwrite=True
         )
-        where = cast("DeviceName", device)
-        with Engine.load(bundle, device=where, threads=threads, draft=True) as engine:
+        with Engine.load(bundle, device=device, threads=threads, draft=True) as engine:
             figures += _figures(engine, form, drafts, new_tokens, repeats)
     return figures
 

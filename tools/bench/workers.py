@@ -62,7 +62,7 @@ class OurProgram:
         from cachegraph.runtime import Engine
         from cachegraph.runtime.part import GraphPart
 
-        self._engine = Engine.load(bundle, threads=threads, device=device)  # type: ignore[arg-type]
+        self._engine = Engine.load(bundle, threads=threads, device=device)
         graph = self._engine._graph
         assert isinstance(graph, GraphPart), "bench measures bundles of one graph"
         self._session = _TimedSession(graph.session)

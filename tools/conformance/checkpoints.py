@@ -32,6 +32,10 @@ _RING_ROWS = {CacheKind.CSA_STATE: 8, CacheKind.HCA_STATE: 128, CacheKind.LID_ST
 class HostRows:
     """A binder of plain arrays."""
 
+    def beside(self, buffer: Buffer) -> HostRows:
+        """Itself: all arrays are here."""
+        return self
+
     def cache(self, initial: Array, dtype: DType) -> Buffer:
         """The array itself."""
         return Buffer(array=initial, value=None)
