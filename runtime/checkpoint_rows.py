@@ -59,7 +59,7 @@ def copy_bytes(mode: Mode, max_tokens: int, states: Iterable[CacheSpec]) -> dict
 
 
 class StateCopies:
-    """Base and delta rows of every state cache, allocated once."""
+    """Base and delta rows of every state cache, allocated once; none in mode ring."""
 
     def __init__(
         self,
@@ -71,16 +71,16 @@ class StateCopies:
         caches: Mapping[str, Buffer],
     ) -> None:
         """CapacityError, with nothing kept, where memory cannot be had."""
-        wanted = set(kinds)
+        wanted = set(kinds) if mode is not Mode.RING else set()
         self._mode = mode
         self._max_tokens = max_tokens
         self._caches = caches
         self._specs = [spec for spec in contract.caches if spec.kind in wanted]
-        self._homes = {spec.name: binder.beside(caches[spec.name]) for spec in self._specs}
         self._host: dict[str, Rows] = {}
         self._base: dict[str, Buffer] = {}
         self._delta: dict[str, Buffer] = {}
-        for spec in self._specs if mode is not Mode.RING else ():
+        self._homes = {spec.name: binder.beside(caches[spec.name]) for spec in self._specs}
+        for spec in self._specs:
             self._allocate(spec)
 
     @property
@@ -92,7 +92,7 @@ class StateCopies:
     def by_layer(self) -> dict[int, dict[str, int]]:
         """The same of each layer's states."""
         layers: dict[int, list[CacheSpec]] = {}
-        for spec in self._specs if self._mode is not Mode.RING else ():
+        for spec in self._specs:
             layers.setdefault(spec.layer, []).append(spec)
         return {
             layer: copy_bytes(self._mode, self._max_tokens, specs)
@@ -118,7 +118,7 @@ class StateCopies:
             rows = np.arange(spec.layout.live_rows)
             if self._mode is Mode.HOST:
                 self._host[spec.name][...] = home.read_rows(cache, rows)
-            elif self._mode is not Mode.RING:
+            else:
                 home.move_rows(cache, rows, self._base[spec.name], rows)
 
     def record(self, stream: int, positions: Iterable[int], numbers: range) -> None:

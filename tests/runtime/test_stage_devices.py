@@ -27,7 +27,7 @@ from cachegraph.runtime.stages import StageChain
 
 pytestmark = pytest.mark.r2
 SPLIT = (2, 2, 1)
-NAMES = ("cuda:0", "cuda:1", "cpu")
+NAMES = ("cuda:0", "cpu", "cuda:1")
 
 
 class Device(CpuBinder):
