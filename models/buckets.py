@@ -21,6 +21,7 @@ class Bucket:
 
     `closes` names the compressed cache kinds that may close a block in the call; the block lists of
     the others have length 0. `all_rows` asks for logits of all S*P rows instead of one per stream.
+    `repooled`: pools made anew after an edit, beside those that the tokens complete.
     """
 
     streams: int
@@ -28,6 +29,7 @@ class Bucket:
     context: int
     closes: tuple[CacheKind, ...] = ()
     all_rows: bool = False
+    repooled: int = 0
 
     @property
     def tokens(self) -> int:
@@ -44,7 +46,8 @@ class Bucket:
         """File-name form, such as s1_p64_n512_csa_hca."""
         closes = "".join(f"_{kind.value}" for kind in self.closes)
         rows = "_all" if self.all_rows else ""
-        return f"s{self.streams}_p{self.step}_n{self.context}{closes}{rows}"
+        edits = f"_r{self.repooled}" if self.repooled else ""
+        return f"s{self.streams}_p{self.step}_n{self.context}{closes}{rows}{edits}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +66,19 @@ class BucketLadder:
         context: int,
         closes: tuple[CacheKind, ...] = (),
         all_rows: bool = False,
+        repooled: int = 0,
     ) -> Bucket:
-        """The smallest bucket that fits; CapacityError where none does."""
+        """The smallest bucket that fits; CapacityError where none does.
+
+        Pools made anew beyond those of the tokens come in powers of two, so that few sizes occur.
+        """
         return Bucket(
             streams=_rung("streams", self.streams, streams),
             step=_rung("tokens per stream", self.steps, step),
             context=_rung("compressed rows", self.contexts, context),
             closes=closes,
             all_rows=all_rows,
+            repooled=doubling(1, repooled)[-1] if repooled else 0,
         )
 
     def sizes(self) -> Iterator[tuple[int, int, int]]:

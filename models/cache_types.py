@@ -1,7 +1,7 @@
 """How cache rows are stored: the types a user may choose, and the buffers that each one makes.
 
-Raw, CSA and HCA rows share one type, indexer keys have their own, state rings stay f32. Knows no
-model and no graph.
+Attention rows (raw, CSA, HCA, keys, values) share one type, indexer keys have their own, states
+stay f32. Knows no model and no graph.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _FLOATS = {
 }
 
 
+_INDEX_KINDS = (CacheKind.LID, CacheKind.INDEX, CacheKind.POOLED)
+
+
 class StoredPart(NamedTuple):
     """One buffer of a cache."""
 
@@ -46,7 +49,7 @@ class StoredPart(NamedTuple):
 class CacheTypes:
     """The types of a bundle. ConfigError names kinds, type and allowed types.
 
-    rows: of raw, CSA and HCA rows. index: of the indexer's keys. A type's name serves as well.
+    rows: of attention rows. index: of the indexer's keys. A type's name serves as well.
     """
 
     rows: CacheType = CacheType.F32
@@ -60,7 +63,7 @@ class CacheTypes:
         """The type of a cache kind."""
         if kind.is_state:
             return CacheType.F32
-        return self.index if kind is CacheKind.LID else self.rows
+        return self.index if kind in _INDEX_KINDS else self.rows
 
 
 def named_type(

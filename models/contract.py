@@ -54,6 +54,7 @@ class Role(StrEnum):
     PLAN = "plan"  # index lists, written by a planner in every step
     CARRIED = "carried"  # rows of an earlier call's result, written by the host
     CACHE = "cache"  # a cache buffer, bound once as input and as output
+    TABLE = "table"  # rows of a table that only the host holds, looked up in every step
     RESULT = "result"  # read by the host after the step
 
 
@@ -63,6 +64,9 @@ class Planner(StrEnum):
     BATCH = "batch"
     RAW = "raw"
     COMPRESSOR = "compressor"
+    POOLED = "pooled"
+    RECURRENT = "recurrent"
+    NGRAM = "ngram"
 
 
 class Padding(StrEnum):
@@ -74,7 +78,7 @@ class Padding(StrEnum):
     SPARE = (
         "spare"  # one spare row of the cache group each, so that scatter targets are unique
     )
-    SENTINEL = "sentinel"  # the zero sentinel of the cache group: kv 0, score 0
+    SENTINEL = "sentinel"  # the zero sentinel of the cache group, which is its last one
 
 
 class CacheKind(StrEnum):
@@ -87,11 +91,26 @@ class CacheKind(StrEnum):
     CSA_STATE = "csa_state"
     LID_STATE = "lid_state"
     HCA_STATE = "hca_state"
+    KEYS = "keys"  # of attention
+    VALUES = "values"
+    INDEX = "index"  # raw indexer keys
+    POOLED = "pooled"  # a pool's key, in the row of its last member
+    RECURRENT_STATE = "recurrent_state"
+    CONV_STATE = "conv_state"
+    NGRAM_STATE = "ngram_state"  # of the convolution over hashed n-grams
 
     @property
     def is_state(self) -> bool:
-        """Whether it is a state ring: the half-filled windows of a compressor."""
+        """Whether rows hold what cannot be computed again from other rows; always f32."""
         return self.value.endswith("_state")
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a row is the state of a sequence after so many tokens."""
+        return self in _RECURRENT
+
+
+_RECURRENT = (CacheKind.RECURRENT_STATE, CacheKind.CONV_STATE, CacheKind.NGRAM_STATE)
 
 
 class CachePart(StrEnum):
@@ -141,6 +160,13 @@ class RowLayout:
     def base(self, stream: int) -> int:
         """First row of a stream."""
         return stream * self.rows_per_stream
+
+    @property
+    def zero_sentinel(self) -> int:
+        """Row of the last sentinel, which is all 0; ContractError if the layout has none."""
+        if not self.sentinels:
+            raise ContractError("padding asks for a sentinel, and this layout has none")
+        return self.sentinel(self.sentinels[-1])
 
     def sentinel(self, name: str) -> int:
         """Row of a named sentinel; ContractError if the layout has none of that name."""

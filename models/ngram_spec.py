@@ -6,10 +6,13 @@ integers: products stay below 2^63, so that signed and unsigned arithmetic agree
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
+from cachegraph.models.contract import DType, Padding, Planner, Role, TensorRow
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.plan_fields import PlanInput, plan_rows
 
 _WORD = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -95,6 +98,27 @@ def _is_prime(number: int) -> bool:
     return True
 
 
-def ngram_name() -> str:
-    """Graph name of the plan input: row ids of every token, [T, heads]."""
-    return "plan.ngram.ids"
+IDS = "plan.ngram.ids"
+ROWS = "ngram_rows"
+
+
+def ngram_rows(specs: Sequence[NgramSpec], width: int | None) -> tuple[TensorRow, ...]:
+    """The contract row of hashed n-grams: table rows of every module's heads, in turn.
+
+    width: where the host looks the tables up, values of all heads of a token; None where the graph
+    holds them and takes the numbers of the rows.
+    """
+    if width is None:
+        heads = sum(len(spec.primes) for spec in specs)
+        ids = PlanInput(("T", heads), Padding.ZERO, "n-gram table row of each head")
+        return plan_rows(Planner.NGRAM, lambda field: IDS, ("ids",), (ids,))
+    row = TensorRow(
+        name=ROWS,
+        dtype=DType.FLOAT32,
+        shape=("T", width),
+        role=Role.TABLE,
+        planner=Planner.NGRAM,
+        padding=Padding.ZERO,
+        meaning="n-gram table rows of each head, looked up by the host",
+    )
+    return (row,)

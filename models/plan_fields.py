@@ -6,9 +6,18 @@ by the fields of these tuples, so that no tensor name is typed twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Generic, NamedTuple, TypeVar
 
-from cachegraph.models.contract import CacheKind
+from cachegraph.models.contract import (
+    CacheKind,
+    Dim,
+    DType,
+    Padding,
+    Planner,
+    Role,
+    TensorRow,
+)
 
 NO_PREVIOUS = "no_previous_window"
 PADDED_BLOCK = "padded_block"
@@ -46,3 +55,34 @@ class CompressorFields(NamedTuple, Generic[V]):
 def plan_name(kind: CacheKind, field: str) -> str:
     """Graph name of a plan input."""
     return f"plan.{kind.value}.{field}"
+
+
+class PlanInput(NamedTuple):
+    """One plan input but for its name: shape, padding, meaning, and whose spare rows it means."""
+
+    shape: tuple[Dim, ...]
+    padding: Padding
+    meaning: str
+    spare_of: CacheKind | None = None
+
+
+def plan_rows(
+    planner: Planner,
+    name: Callable[[str], str],
+    fields: Iterable[str],
+    inputs: Iterable[PlanInput],
+) -> tuple[TensorRow, ...]:
+    """Contract rows of plan inputs, in the order of their fields. name: of a field."""
+    return tuple(
+        TensorRow(
+            name=name(field),
+            dtype=DType.INT64,
+            shape=plan.shape,
+            role=Role.PLAN,
+            planner=planner,
+            padding=plan.padding,
+            spare_of=plan.spare_of,
+            meaning=plan.meaning,
+        )
+        for field, plan in zip(fields, inputs, strict=True)
+    )

@@ -12,6 +12,10 @@ from math import ceil
 
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.contract import CacheKind
+from cachegraph.models.errors import ContractError
+from cachegraph.models.ngram_spec import NgramSpec
+from cachegraph.models.pooled_spec import PooledSpec, pooled_dims, pooled_formulas
+from cachegraph.models.recurrent_spec import RecurrentSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,11 +95,24 @@ class CompressorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerSpecs:
-    """The planners of a bundle. context_unit: tokens per row of the context rung N."""
+    """The planners of a bundle; those that it does not name are not needed.
 
-    raw: RawSpec
-    compressors: tuple[CompressorSpec, ...]
+    context_unit: tokens per row of the context rung N. ngrams: one for each module.
+    """
+
+    raw: RawSpec | None = None
+    compressors: tuple[CompressorSpec, ...] = ()
+    pooled: PooledSpec | None = None
+    recurrent: RecurrentSpec | None = None
+    ngrams: tuple[NgramSpec, ...] = ()
     context_unit: int
+
+    @property
+    def raw_rows(self) -> RawSpec:
+        """The raw rows; ContractError for a bundle without any."""
+        if self.raw is None:
+            raise ContractError("this bundle has no raw rows; it belongs to another family")
+        return self.raw
 
     def exposed(self, spec: CompressorSpec, context: int) -> int:
         """Rows of a compressor exposed when the context rung is `context`."""
@@ -109,14 +126,19 @@ class PlannerSpecs:
 def dims(specs: PlannerSpecs, bucket: Bucket) -> dict[str, int]:
     """Every dimension of one call by name; `formulas` says the same in words."""
     s, p = bucket.streams, bucket.step
-    rows = specs.raw.rows_before_step + p
-    sizes = {"S": s, "P": p, "T": s * p, "O": bucket.out_rows, "W": rows}
+    sizes = {"S": s, "P": p, "T": s * p, "O": bucket.out_rows}
+    if specs.raw is not None:
+        sizes["W"] = specs.raw.rows_before_step + p
     for spec in specs.compressors:
         closes = spec.kind in bucket.closes
         sizes["N" + spec.suffix] = specs.exposed(spec, bucket.context)
         sizes["B" + spec.suffix] = s * spec.blocks(p) if closes else 0
         sizes["A" + spec.suffix] = spec.carried(s) if closes else 0
         sizes["K" + spec.suffix] = s * min(p, spec.ring_rows)
+    if specs.pooled is not None:
+        sizes |= pooled_dims(specs.pooled, bucket)
+    if specs.recurrent is not None:
+        sizes["KR"] = specs.recurrent.kept(p)
     return sizes
 
 
@@ -127,14 +149,19 @@ def formulas(specs: PlannerSpecs) -> dict[str, str]:
         "P": "tokens per stream",
         "T": "S*P tokens, stream-major",
         "O": "rows whose logits are computed: S, or T",
-        "W": f"raw rows read per stream: {specs.raw.rows_before_step} + P",
     }
+    if specs.raw is not None:
+        words["W"] = f"raw rows read per stream: {specs.raw.rows_before_step} + P"
     for c in specs.compressors:
         unit, ratio, name = specs.context_unit, c.ratio, c.kind.value
         words["N" + c.suffix] = f"{name} rows exposed per stream: ceil(N*{unit}/{ratio})"
         words["B" + c.suffix] = f"{name} blocks that may close: S*ceil(P/{ratio}), or 0"
         words["A" + c.suffix] = f"{name} state rows carried: {_carried_words(c)}, or 0"
         words["K" + c.suffix] = f"{name} state rows persisted: S*min(P, {c.ring_rows})"
+    if specs.pooled is not None:
+        words |= pooled_formulas(specs.pooled)
+    if specs.recurrent is not None:
+        words["KR"] = f"states kept of each stream: min(P, {specs.recurrent.rows})"
     return words
 
 

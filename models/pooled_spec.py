@@ -50,6 +50,7 @@ class PooledSpec:
     pool: k, tokens of a pool. budget: tokens that the chosen pools of one query hold, a multiple of
     k. tail: a query also reads the tokens after its last complete pool. row_parts: raw values of an
     indexer row, such as (key,) or (key, gate). has_places: a token has three positions, t, y and x.
+    cells: rows of a stream; sequences: that the cache has.
     """
 
     pool: int
@@ -61,6 +62,8 @@ class PooledSpec:
     row_parts: tuple[str, ...] = ("key",)
     tail: bool = True
     has_places: bool = False
+    cells: int = 1
+    sequences: int = 1
 
     def __post_init__(self) -> None:
         if self.pool < 2 or self.budget < self.pool or self.budget % self.pool:
@@ -98,29 +101,26 @@ def new_pools(pool: int, tokens: int, sequences: int, limit: int) -> int:
     return max(1, min(tokens // pool + sequences, limit))
 
 
-def pooled_dims(
-    spec: PooledSpec, bucket: Bucket, cells: int, sequences: int
-) -> dict[str, int]:
+def pooled_dims(spec: PooledSpec, bucket: Bucket) -> dict[str, int]:
     """The dimensions of a call that the pooled plan adds; `pooled_formulas` says them in words.
 
-    The bucket's context rung counts pools; cells: those of a stream; sequences: that the cache has.
+    The bucket's context rung counts pools of one stream; its `repooled` are made anew beside those
+    that a step completes.
     """
-    limit = cache_pools(spec.pool, cells, sequences)
+    limit = cache_pools(spec.pool, spec.cells, spec.sequences)
+    made = new_pools(spec.pool, bucket.tokens, bucket.streams, limit)
     return {
-        "G": spec.pool,
         "NG": bucket.context,
-        "BG": new_pools(spec.pool, bucket.tokens, bucket.streams, limit),
-        "KG": min(spec.top_pools, bucket.context),
-        "L": spec.pool - 1,
+        "MG": bucket.context * spec.pool,
+        "BG": min(made + bucket.repooled, max(limit, 1)),
     }
 
 
 def pooled_formulas(spec: PooledSpec) -> dict[str, str]:
     """What each dimension of `pooled_dims` is."""
     return {
-        "G": "tokens of a pool",
-        "NG": "pools exposed: N",
-        "BG": f"pools made anew: T div {spec.pool} + S, at most those of the cache, at least 1",
-        "KG": f"pools that a query keeps: min({spec.top_pools}, N)",
-        "L": f"tail rows of a token: {spec.pool} - 1",
+        "NG": "pools exposed per stream: N",
+        "MG": f"members of these pools: N*{spec.pool}",
+        "BG": f"pools made anew: T div {spec.pool} + S and those of edits, at most those of the "
+        "cache, at least 1",
     }

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.contract import Padding, RowLayout
+from cachegraph.models.contract import CacheKind, Padding, Planner, RowLayout, TensorRow
 from cachegraph.models.errors import ConfigError
-from cachegraph.models.pooled_fields import PlanInput
+from cachegraph.models.plan_fields import PlanInput, plan_rows
 
 V = TypeVar("V")
 
@@ -42,7 +42,7 @@ class RecurrentSpec:
         return sequence * self.rows + length % self.rows
 
     def layout(self, sequences: int, bucket: Bucket) -> RowLayout:
-        """Rows of the cache: the sequences', the start state, spare ones for the largest bucket."""
+        """Rows of a cache: the sequences', the start state, spare ones for the largest bucket."""
         return RowLayout(
             rows_per_stream=self.rows,
             streams=sequences,
@@ -64,18 +64,23 @@ class RecurrentFields(NamedTuple, Generic[V]):
     n_tokens: V
 
 
-RECURRENT_INPUTS = RecurrentFields[PlanInput](
-    state_read_idxs=PlanInput(
-        ("S",), Padding.SENTINEL, "row of the state that each stream starts from"
-    ),
-    state_write_src_idxs=PlanInput(
-        ("S", "KR"), Padding.LAST, "tokens of T after which states are kept"
-    ),
-    state_write_dst_idxs=PlanInput(("S", "KR"), Padding.SPARE, "rows that take them"),
-    n_tokens=PlanInput(
-        ("S",), Padding.ZERO, "tokens of each stream; later ones change no state"
-    ),
-)
+def recurrent_rows(kind: CacheKind) -> tuple[TensorRow, ...]:
+    """The contract rows of recurrent states. kind: one of the caches, which are laid out alike."""
+    inputs = RecurrentFields(
+        state_read_idxs=PlanInput(
+            ("S",), Padding.SENTINEL, "row of the state that each stream starts from", kind
+        ),
+        state_write_src_idxs=PlanInput(
+            ("S", "KR"), Padding.LAST, "tokens of T after which states are kept"
+        ),
+        state_write_dst_idxs=PlanInput(
+            ("S", "KR"), Padding.SPARE, "rows that take them", kind
+        ),
+        n_tokens=PlanInput(
+            ("S",), Padding.ZERO, "tokens of each stream; later ones change no state"
+        ),
+    )
+    return plan_rows(Planner.RECURRENT, recurrent_name, inputs._fields, inputs)
 
 
 def recurrent_name(field: str) -> str:

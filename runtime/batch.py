@@ -24,13 +24,15 @@ class Batch:
     """Tokens to decode, in the caller's order. Sequences may be interleaved and unequal.
 
     tokens, positions: int64 [n]. seq_ids: the distinct sequences that own each token.
-    wants_logits: bool [n].
+    wants_logits: bool [n]. places: int64 [n, 3], positions t, y and x of each token, of which
+    `positions` is the first; None where all three are alike, as in text.
     """
 
     tokens: IntArray
     positions: IntArray
     seq_ids: SeqIds
     wants_logits: BoolArray
+    places: IntArray | None = None
 
     @classmethod
     def of(

@@ -59,7 +59,7 @@ class Checkpoints:
         self._in_use = in_use
         self._ring_rows = state_kinds(specs.compressors)
         raw = contract.layout(CacheKind.RAW)
-        raw_room = raw.rows_per_stream - specs.raw.rows_before_step + 1
+        raw_room = raw.rows_per_stream - specs.raw_rows.rows_before_step + 1
         rewind = min((spec.rewind for spec in specs.compressors), default=raw_room)
         self._limits = {
             Mode.RING: rewind,

@@ -78,7 +78,7 @@ class Drafter:
         self._table = table
         self._capacity = capacity
         self._sizes = StepSizes.of(entry.planners, self._contract)
-        self.cells = CellTable(self._contract.layout(CacheKind.RAW), entry.planners.raw)
+        self.cells = CellTable(self._contract.layout(CacheKind.RAW), entry.planners.raw_rows)
         self._carried = [Carried.of(entry.hidden) for _ in table.ids]
 
     @classmethod

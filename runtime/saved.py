@@ -94,7 +94,7 @@ def identity_of(manifest: Manifest) -> Identity:
         family=manifest.family,
         weights_sha256=manifest.weights.sha256,
         config=manifest.config,
-        pinned=manifest.planners.raw.pinned,
+        pinned=manifest.planners.raw_rows.pinned,
         caches={c.name: (c.width, c.dtype.value) for c in manifest.caches},
     )
 

@@ -63,8 +63,8 @@ class SequenceTable:
     def __init__(self, contract: Contract, specs: PlannerSpecs) -> None:
         self._contract = contract
         self._compressors = specs.compressors
-        self._raw = specs.raw
-        self.cells = cell_table(contract.layout(CacheKind.RAW), specs.raw)
+        self._raw = specs.raw_rows
+        self.cells = cell_table(contract.layout(CacheKind.RAW), specs.raw_rows)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
         self._edits = [(0, "")] * self.cells.layout.streams
         self._rewrites = [0] * self.cells.layout.streams

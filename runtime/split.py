@@ -21,6 +21,7 @@ class UBatch:
 
     tokens, positions, source, wants_logits: [S * P]. streams: the S distinct sequence ids.
     step: P, real and unpadded. source: row of the batch that each entry came from.
+    places: [S * P, 3], all positions of a token where it has three; `positions` is the first.
     """
 
     tokens: IntArray
@@ -29,6 +30,7 @@ class UBatch:
     step: int
     source: IntArray
     wants_logits: BoolArray
+    places: IntArray | None = None
 
 
 def split_batch(batch: Batch, ladder: BucketLadder) -> tuple[UBatch, ...]:
@@ -92,4 +94,5 @@ def _ubatch(batch: Batch, streams: list[int], parts: list[IntArray]) -> UBatch:
         step=parts[0].size,
         source=source,
         wants_logits=batch.wants_logits[source],
+        places=None if batch.places is None else batch.places[source],
     )

@@ -53,7 +53,7 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 
 
 def _planner_words(manifest: Manifest) -> str:
-    raw = manifest.planners.raw
+    raw = manifest.planners.raw_rows
     pinned = f", {raw.pinned} pinned" if raw.pinned else ""
     sharing = manifest.layouts[CacheKind.RAW].sharing.value
     words = [f"raw (window {raw.window}{pinned}, {sharing} rows)"]
@@ -72,8 +72,8 @@ def _draft_words(manifest: Manifest) -> str:
         manifest.capacity.sequences
     )
     return (
-        f"MTP block, raw (window {draft.planners.raw.window}), {draft.hidden.rows} carried rows "
-        f"of {draft.hidden.width} a sequence; {byte_words(size)} where it is used"
+        f"MTP block, raw (window {draft.planners.raw_rows.window}), {draft.hidden.rows} carried "
+        f"rows of {draft.hidden.width} a sequence; {byte_words(size)} where it is used"
     )
 
 

@@ -85,7 +85,9 @@ class _Host:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._contract = manifest.contract
-        self._cells = cell_table(self._contract.layout(CacheKind.RAW), manifest.planners.raw)
+        self._cells = cell_table(
+            self._contract.layout(CacheKind.RAW), manifest.planners.raw_rows
+        )
         self._sizes = StepSizes.of(manifest.planners, self._contract)
         self._filler = Filler(self._contract, manifest.planners)
 

@@ -7,8 +7,8 @@ and fills them. Dimension names (S, P, T, NC ...) are those of models/planner_sp
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from math import ceil
-from typing import NamedTuple
 
 from cachegraph.models.buckets import Bucket, BucketLadder, capped_doubling, doubling
 from cachegraph.models.cache_types import CacheTypes, cache_specs
@@ -16,16 +16,12 @@ from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import (
     EMBEDDINGS,
     LOGITS,
-    OUT_ROWS,
     STREAMS,
     CacheKind,
     CacheSpec,
     Contract,
-    Dim,
-    DType,
     Padding,
     Planner,
-    Role,
     RowLayout,
     RowSharing,
     TensorRow,
@@ -36,10 +32,13 @@ from cachegraph.models.plan_fields import (
     NO_PREVIOUS,
     PADDED_BLOCK,
     CompressorFields,
+    PlanInput,
     RawFields,
     plan_name,
+    plan_rows,
 )
 from cachegraph.models.planner_specs import CompressorSpec, PlannerSpecs, RawSpec, dims
+from cachegraph.models.step_rows import batch_rows, results
 
 _STATE_OF = {
     CacheKind.CSA: CacheKind.CSA_STATE,
@@ -231,27 +230,7 @@ def contract(
 
 def result_rows(config: DeepseekV4Config, names: Collection[str]) -> tuple[TensorRow, ...]:
     """The results of these names, which the host reads."""
-    rows: tuple[tuple[str, tuple[Dim, ...], str], ...] = (
-        (LOGITS, ("O", config.vocab_size), "scores of the next token at each of out_rows"),
-        (EMBEDDINGS, ("O", config.hidden_size), "normed hidden state at each of out_rows"),
-        (
-            STREAMS,
-            ("T", stream_width(config)),
-            "residual streams of each token after the last layer, before the head",
-        ),
-    )
-    return tuple(
-        TensorRow(
-            name=name,
-            dtype=DType.FLOAT32,
-            shape=shape,
-            role=Role.RESULT,
-            is_output=True,
-            meaning=meaning,
-        )
-        for name, shape, meaning in rows
-        if name in names
-    )
+    return results(config.vocab_size, config.hidden_size, stream_width(config), names)
 
 
 def stream_width(config: DeepseekV4Config) -> int:
@@ -259,47 +238,21 @@ def stream_width(config: DeepseekV4Config) -> int:
     return config.hc_mult * config.hidden_size
 
 
-def batch_rows() -> tuple[TensorRow, ...]:
-    """Tokens, their positions, and which rows of them want logits."""
-    rows: tuple[tuple[str, tuple[Dim, ...], Padding, str], ...] = (
-        ("tokens", ("S", "P"), Padding.LAST, "token ids, stream-major"),
-        ("positions", ("S", "P"), Padding.LAST, "position of each token in its sequence"),
-        (OUT_ROWS, ("O",), Padding.LAST, "rows of T whose logits are wanted"),
-    )
-    return tuple(
-        TensorRow(
-            name=name,
-            dtype=DType.INT64,
-            shape=shape,
-            role=Role.BATCH,
-            planner=Planner.BATCH,
-            padding=padding,
-            meaning=meaning,
-        )
-        for name, shape, padding, meaning in rows
-    )
-
-
-class _Plan(NamedTuple):
-    """One plan input but for its name: shape, padding, meaning, and whose spare rows it means."""
-
-    shape: tuple[Dim, ...]
-    padding: Padding
-    meaning: str
-    spare_of: CacheKind | None = None
-
-
 def raw_rows() -> tuple[TensorRow, ...]:
     """Plan inputs of the raw caches."""
-    rows = RawFields[_Plan](
-        write_idxs=_Plan(
+    rows = RawFields[PlanInput](
+        write_idxs=PlanInput(
             ("T",), Padding.SPARE, "raw row that takes each token", CacheKind.RAW
         ),
-        read_idxs=_Plan(("S", "W"), Padding.LAST, "raw rows each stream reads, own ones too"),
-        read_pos=_Plan(("S", "W"), Padding.ZERO, "position held by each row read"),
-        read_counts=_Plan(("S",), Padding.ZERO, "rows read per stream; later ones are masked"),
+        read_idxs=PlanInput(
+            ("S", "W"), Padding.LAST, "raw rows each stream reads, own ones too"
+        ),
+        read_pos=PlanInput(("S", "W"), Padding.ZERO, "position held by each row read"),
+        read_counts=PlanInput(
+            ("S",), Padding.ZERO, "rows read per stream; later ones are masked"
+        ),
     )
-    return _plan_rows(Planner.RAW, CacheKind.RAW, rows)
+    return _named(Planner.RAW, CacheKind.RAW, rows)
 
 
 def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorRow, ...]:
@@ -310,63 +263,50 @@ def _compressor_rows(config: DeepseekV4Config, kind: CacheKind) -> tuple[TensorR
     """
     suffix, state = _SUFFIX[kind], _STATE_OF[kind]
     window = window_rows(config, kind)
-    rows = CompressorFields[_Plan](
-        state_pos=_Plan(
+    rows = CompressorFields[PlanInput](
+        state_pos=PlanInput(
             ("T",), Padding.ZERO, "position modulo ratio: row of the position bias"
         ),
-        state_old_idxs=_Plan(
+        state_old_idxs=PlanInput(
             ("A" + suffix,),
             Padding.SENTINEL,
             "state rows carried into the source table",
             state,
         ),
-        state_read_idxs=_Plan(
+        state_read_idxs=PlanInput(
             ("B" + suffix, window),
             Padding.SENTINEL,
             "source-table rows of each closing window, the previous block's first",
             state,
         ),
-        state_persist_src_idxs=_Plan(
+        state_persist_src_idxs=PlanInput(
             ("K" + suffix,), Padding.LAST, "source-table rows to keep in the state ring"
         ),
-        state_persist_dst_idxs=_Plan(
+        state_persist_dst_idxs=PlanInput(
             ("K" + suffix,), Padding.SPARE, "state rows that take them", state
         ),
-        state_write_idxs=_Plan(
+        state_write_idxs=PlanInput(
             ("B" + suffix,),
             Padding.SPARE,
             "compressed row that takes each closing block",
             kind,
         ),
-        state_write_pos=_Plan(
+        state_write_pos=PlanInput(
             ("B" + suffix,),
             Padding.ZERO,
             "RoPE position of each closing block: its first token",
         ),
-        n_visible=_Plan(("T",), Padding.ZERO, "compressed rows each token may see"),
-        rows=_Plan(
+        n_visible=PlanInput(("T",), Padding.ZERO, "compressed rows each token may see"),
+        rows=PlanInput(
             ("S", "N" + suffix), Padding.LAST, "compressed rows exposed to each stream"
         ),
     )
-    return _plan_rows(Planner.COMPRESSOR, kind, rows)
+    return _named(Planner.COMPRESSOR, kind, rows)
 
 
-def _plan_rows(
+def _named(
     planner: Planner,
     kind: CacheKind,
-    fields: RawFields[_Plan] | CompressorFields[_Plan],
+    fields: RawFields[PlanInput] | CompressorFields[PlanInput],
 ) -> tuple[TensorRow, ...]:
-    """Plan inputs in the order of their fields, named by `plan_name`."""
-    return tuple(
-        TensorRow(
-            name=plan_name(kind, field),
-            dtype=DType.INT64,
-            shape=plan.shape,
-            role=Role.PLAN,
-            planner=planner,
-            padding=plan.padding,
-            spare_of=plan.spare_of,
-            meaning=plan.meaning,
-        )
-        for field, plan in zip(fields._fields, fields, strict=True)
-    )
+    return plan_rows(planner, partial(plan_name, kind), fields._fields, fields)

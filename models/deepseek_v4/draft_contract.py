@@ -28,7 +28,6 @@ from cachegraph.models.contract import (
 )
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import (
-    batch_rows,
     caches,
     ladder,
     planner_specs,
@@ -37,6 +36,7 @@ from cachegraph.models.deepseek_v4.contract import (
     stream_width,
 )
 from cachegraph.models.planner_specs import PlannerSpecs
+from cachegraph.models.step_rows import batch_rows
 
 
 def draft_planners(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:

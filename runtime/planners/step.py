@@ -1,17 +1,19 @@
-"""The plan of one step: a ubatch, its raw plan and one plan for each compressor, all validated.
+"""The plan of one step: a ubatch and the plans that its family needs, all validated.
 
-Sizes come from the planner specs and layouts that a manifest carries. Pure: the cell table is
-only read.
+Here the raw plan and those of compressors are made; those of hybrid memory in `hybrid.py`. Sizes
+come from the planner specs and layouts that a manifest carries. Pure: the cell table is only read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from cachegraph.models.buckets import Bucket, BucketLadder
 from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.planner_specs import PlannerSpecs, RawSpec
+from cachegraph.models.pooled_spec import pooled_dims
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.cells import CellTable, Reservation
 from cachegraph.runtime.planners.compressor import (
@@ -20,7 +22,9 @@ from cachegraph.runtime.planners.compressor import (
     PlanTokens,
     plan_compressor,
 )
+from cachegraph.runtime.planners.pooled import PooledPlan
 from cachegraph.runtime.planners.raw import RawPlan, plan_raw
+from cachegraph.runtime.planners.recurrent import RecurrentPlan
 from cachegraph.runtime.planners.validate import validate_compressor, validate_raw
 from cachegraph.runtime.split import UBatch
 
@@ -38,19 +42,25 @@ class StepSizes:
         """Sizes from planner specs and layouts; ContractError where these do not fit."""
         return cls(
             raw_rows=contract.layout(CacheKind.RAW).live_rows,
-            raw=specs.raw,
+            raw=specs.raw_rows,
             compressors={c.kind: CompressorSizes.of(c, contract) for c in specs.compressors},
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """All logical plans of one graph call, validated. `reservation` is what success commits."""
+    """All logical plans of one graph call, validated. `reservation` is what success commits.
+
+    A plan that the family has no planner for is None. ngram_ids: [T, heads of all modules].
+    """
 
     ubatch: UBatch
     reservation: Reservation
-    raw: RawPlan
-    compressors: Mapping[CacheKind, CompressorPlan]
+    raw: RawPlan | None = None
+    compressors: Mapping[CacheKind, CompressorPlan] = field(default_factory=dict)
+    pooled: PooledPlan | None = None
+    recurrent: RecurrentPlan | None = None
+    ngram_ids: IntArray | None = None
 
     @property
     def closes(self) -> tuple[CacheKind, ...]:
@@ -61,6 +71,13 @@ class StepPlan:
     def exposed(self) -> dict[CacheKind, int]:
         """Compressed rows that the bucket must expose, for each kind."""
         return {kind: plan.num_exposed for kind, plan in self.compressors.items()}
+
+    @property
+    def num_pools(self) -> int:
+        """Most pools of one stream of the step."""
+        if self.pooled is None:
+            return 0
+        return max(self.pooled.layouts[seq].num_pools for seq in self.ubatch.streams)
 
     @property
     def wanted_rows(self) -> IntArray:
@@ -75,20 +92,23 @@ class StepPlan:
 
 def pick_bucket(specs: PlannerSpecs, ladder: BucketLadder, step: StepPlan) -> Bucket:
     """The smallest bucket that holds a step; CapacityError where none does."""
-    context = max(
-        (
-            specs.context_rows(c, step.compressors[c.kind].num_exposed)
-            for c in specs.compressors
-        ),
-        default=1,
-    )
-    return ladder.pick(
+    exposed = [
+        specs.context_rows(c, step.compressors[c.kind].num_exposed) for c in specs.compressors
+    ]
+    pick = partial(
+        ladder.pick,
         streams=len(step.ubatch.streams),
         step=step.ubatch.step,
-        context=context,
+        context=max((*exposed, step.num_pools, 1)),
         closes=step.closes,
         all_rows=step.all_rows,
     )
+    bucket = pick()
+    if specs.pooled is None or step.pooled is None:
+        return bucket
+    made = pooled_dims(specs.pooled, bucket)["BG"]
+    edited = step.pooled.new_pools.size - made
+    return pick(repooled=edited) if edited > 0 else bucket
 
 
 def plan_step(sizes: StepSizes, cells: CellTable, ubatch: UBatch) -> StepPlan:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support.pool_world import pooled_spec
 
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.pooled_fields import POOLED_INPUTS, PooledFields, pooled_name
+from cachegraph.models.contract import CacheKind
+from cachegraph.models.planner_specs import PlannerSpecs, dims
+from cachegraph.models.pooled_fields import PooledFields, pooled_name, pooled_rows
 from cachegraph.models.pooled_spec import pooled_dims, pooled_formulas
+from cachegraph.models.recurrent_spec import RecurrentSpec, recurrent_rows
 
 pytestmark = pytest.mark.r0
 
@@ -18,12 +23,24 @@ def test_names_are_those_of_the_fields() -> None:
 
 
 def test_every_dimension_of_an_input_is_a_number_of_the_call() -> None:
-    spec, bucket = pooled_spec(5), Bucket(streams=3, step=7, context=40)
-    sizes = pooled_dims(spec, bucket, cells=203, sequences=6)
-    assert sizes == {"G": 5, "NG": 40, "BG": 7, "KG": 2, "L": 4}
+    spec = dataclasses.replace(pooled_spec(5), cells=203, sequences=6)
+    bucket = Bucket(streams=3, step=7, context=40)
+    sizes = pooled_dims(spec, bucket)
+    assert sizes == {"NG": 40, "MG": 200, "BG": 7}
     assert pooled_formulas(spec).keys() == sizes.keys()
-    used = {dim for row in POOLED_INPUTS for dim in row.shape if isinstance(dim, str)}
-    assert used <= {"T"} | sizes.keys()
+    specs = PlannerSpecs(pooled=spec, recurrent=RecurrentSpec(snapshots=4), context_unit=5)
+    rows = (*pooled_rows(spec), *recurrent_rows(CacheKind.CONV_STATE))
+    used = {dim for row in rows for dim in row.shape if isinstance(dim, str)}
+    assert used <= dims(specs, bucket).keys()
+
+
+def test_pools_of_an_edit_are_counted_beside_those_of_the_step() -> None:
+    spec = dataclasses.replace(pooled_spec(5), cells=203, sequences=6)
+    made = [
+        pooled_dims(spec, Bucket(streams=3, step=7, context=40, repooled=count))["BG"]
+        for count in (0, 64, 512)
+    ]
+    assert made == [7, 71, 240]  # 40 pools of each sequence
 
 
 def test_a_query_attends_to_its_pools_and_the_tail() -> None:
