@@ -27,7 +27,7 @@ from cachegraph.models.errors import (
     UsageError,
 )
 from cachegraph.models.manifest import Manifest
-from cachegraph.runtime.batch import Batch, check_batch
+from cachegraph.runtime.batch import Batch, IntArray, check_batch
 from cachegraph.runtime.binding import BoundCall
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.checkpoints import Checkpoints
@@ -43,6 +43,7 @@ from cachegraph.runtime.ort import (
     SessionOptions,
     load_onnxruntime,
 )
+from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch, split_batch
 from cachegraph.runtime.stages import graph_of
 from cachegraph.runtime.steps import StepRunner
@@ -86,14 +87,7 @@ class Engine:
         self._lock = threading.Lock()
         self._is_closed = False
         self._is_verified = False
-        self.checkpoints = Checkpoints(
-            self._contract,
-            manifest.planners,
-            self._store.binder,
-            self._store.caches,
-            self._store.table,
-            self._in_use,
-        )
+        self._checkpoints = self._open_checkpoints()
 
     @classmethod
     def load(
@@ -134,6 +128,30 @@ class Engine:
         _LOG.info(report.line())
         return engine
 
+    def _open_checkpoints(self) -> Checkpoints | None:
+        """None where memory keeps earlier states itself."""
+        table, store = self._store.table, self._store
+        if not isinstance(table, SequenceTable):
+            return None
+        return Checkpoints(
+            self._contract,
+            self.manifest.planners,
+            store.binder,
+            store.caches,
+            table,
+            self._in_use,
+        )
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Checkpoints of state rings; UsageError for a family that has none."""
+        if self._checkpoints is None:
+            raise UsageError(
+                f"{self.manifest.family} keeps earlier states of each sequence itself, up to the "
+                "rewind budget; take tokens back with remove or rewind"
+            )
+        return self._checkpoints
+
     @property
     def provider(self) -> str:
         """The ONNX Runtime execution provider that runs."""
@@ -146,7 +164,7 @@ class Engine:
         return memory_report(
             self._contract,
             self.devices,
-            self.checkpoints.by_layer,
+            {} if self._checkpoints is None else self._checkpoints.by_layer,
             self.manifest.draft if self.can_draft else None,
         )
 
@@ -190,10 +208,16 @@ class Engine:
             return self._store.drafter.draft(pending, counts, choose)
 
     def length(self, seq_id: int) -> int:
-        """Tokens that a sequence holds: the position it expects next."""
+        """Tokens that a sequence holds."""
         self._check_open()
         self._store.check_id(seq_id)
         return self._store.table.length(seq_id)
+
+    def following(self, seq_id: int) -> int:
+        """The position of the token that follows a sequence: its length, unless it has images."""
+        self._check_open()
+        self._store.check_id(seq_id)
+        return self._store.table.following(seq_id)
 
     def decode(
         self, batch: Batch, progress: Callable[[int, int], None] | None = None
@@ -243,7 +267,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> Logits:
         """Add tokens to a sequence; returns the logits after the last one, float32 [vocab]."""
-        start = self.length(seq_id)
+        start = self.following(seq_id)
         count = len(tokens)
         wanted = np.zeros(count, np.bool_)
         wanted[-1:] = True
@@ -275,7 +299,7 @@ class Engine:
         positions = np.arange(reused, len(ids))
         wanted = positions == len(ids) - 1
         batch = Batch.of(rest, positions, [seq_id] * len(rest), logits=wanted)
-        self._check(batch, {seq_id: reused})
+        self._check(batch, {seq_id: reused}, {seq_id: reused})
         self.remove(seq_id, reused)
         return Prefill(self.decode(batch, progress)[0], reused, len(rest))
 
@@ -314,9 +338,11 @@ class Engine:
         self._store.check_id(seq_id)
         return self._store.table.tokens(seq_id)
 
-    def positions(self, seq_id: int) -> range:
-        """The positions that a sequence holds."""
-        return range(self.length(seq_id))
+    def positions(self, seq_id: int) -> IntArray:
+        """The positions that a sequence holds, int64 [n], or [n, 3] where a token has three."""
+        length = self.length(seq_id)
+        places = self._store.table.places(seq_id)
+        return np.arange(length) if places is None else places
 
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """The positions that a sequence can be cut to, as ascending ranges."""
@@ -352,6 +378,15 @@ class Engine:
         with self._in_use():
             self._store.remove(seq_id, first, end)
 
+    def rewind(self, seq_id: int, length: int) -> None:
+        """Keep the first `length` tokens of a sequence, wherever their positions are.
+
+        RewindError, with nothing changed, where the sequence cannot stand there; the reachable
+        lengths are named. Copies nothing.
+        """
+        with self._in_use():
+            self._store.rewind(seq_id, length)
+
     def copy(self, source: int, target: int) -> int:
         """Make `target` hold what `source` holds; returns the bytes moved.
 
@@ -366,6 +401,7 @@ class Engine:
             self._store.check_id(seq_id)
             for seq in set(range(self.num_sequences)) - {seq_id}:
                 self._store.clear(seq)
+            self._store.table.kept(seq_id)
 
     def save(self, path: str | Path, seq_ids: Sequence[int] | None = None) -> int:
         """Save sequences (all that hold tokens by default) to one file; returns its bytes.
@@ -391,23 +427,24 @@ class Engine:
             return self._store.restore(Path(path), targets)
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
-        """Refused: block phase and stored rows depend on the absolute position."""
+        """Refused: stored rows depend on the absolute position."""
         raise self._fixed_positions("shift")
 
     def divide(self, seq_id: int, first: int, end: int, divisor: int) -> None:
-        """Refused: block phase and stored rows depend on the absolute position."""
+        """Refused: stored rows depend on the absolute position."""
         raise self._fixed_positions("divide")
 
     def _fixed_positions(self, edit: str) -> UsageError:
         return UsageError(
-            f"{edit} is not possible for {self.manifest.family}: block phase and stored rows "
-            "depend on the absolute position; decode the text again at its new positions"
+            f"{edit} is not possible for {self.manifest.family}: stored rows depend on the "
+            "absolute position; decode the text again at its new positions"
         )
 
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
-        self.checkpoints.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._graph.close()
         self._store.close()
 
@@ -426,21 +463,26 @@ class Engine:
         self, batch: Batch, result: str, progress: Callable[[int, int], None] | None
     ) -> NDArray[np.float32]:
         with self._in_use():
-            self._check(batch, self._store.table.cells.next_positions())
-            batch = decoupled(batch, self._store.table.tokens)
+            table = self._store.table
+            self._check(batch, table.next_positions(), {s: table.length(s) for s in table.ids})
+            batch = decoupled(batch, table.tokens)
+            if table.has_places:
+                batch = batch.placed()
             ubatches = split_batch(batch, self.manifest.ladder)
-            if len(ubatches) > 1:  # a single one is checked when it is planned
-                self._store.table.cells.check_room(ubatches)
+            table.check_room(ubatches)
             return self._steps.run(batch, ubatches, result, progress)
 
     def _committed(self, ubatch: UBatch, call: BoundCall) -> None:
         """Tell those who remember more of a step than the sequence table does."""
-        self.checkpoints.note(ubatch)
+        if self._checkpoints is not None:
+            self._checkpoints.note(ubatch)
         if self._store.drafter is not None:
             streams = self._graph.result(call, STREAMS)
             self._store.drafter.note(ubatch, streams, call.dims["P"])
 
-    def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
+    def _check(
+        self, batch: Batch, next_positions: Mapping[int, int], lengths: Mapping[int, int]
+    ) -> None:
         """`check_batch` with the sizes of this bundle."""
         check_batch(
             batch,
@@ -448,6 +490,8 @@ class Engine:
             context=self.manifest.capacity.context,
             sequences=self.num_sequences,
             next_positions=next_positions,
+            lengths=lengths,
+            rule=self.manifest.position_rule,
         )
 
     def _check_open(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
+from cachegraph.graphgen.layers.masks import MASKED
 from cachegraph.graphgen.layers.rope import RopeTable, rope_table, rotation_matrix
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
@@ -23,8 +24,6 @@ from cachegraph.models.deepseek_v4.contract import (
 )
 from cachegraph.models.deepseek_v4.rope import inverse_frequencies
 from cachegraph.models.plan_fields import CompressorFields, RawFields, plan_name
-
-MASKED = -1e30  # finite: a row masked for every key stays finite, and exp gives an exact 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plan_world import config
+from support.sequence_model import as_saved
 
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind, RowSharing
@@ -111,8 +112,8 @@ class Pool:
         stored = self.ours.stored(source)
         labels = [self.cells[row] for row in stored.rows[CacheKind.RAW].tolist()]
         for table in (self.ours, self.other):
-            rows = table.slots_for(target, stored.length, stored.raw_first, stored.state_first)
-            table.restored(target, rows, self.texts[source])
+            rows = table.slots_for(target, as_saved(stored))
+            table.restored(target, rows, self.texts[source], None)
         self.texts[target] = self.texts[source]
         places = self.ours.stored(target).rows[CacheKind.RAW].tolist()
         self.cells |= dict(zip(places, labels, strict=True))
