@@ -338,11 +338,11 @@ class Engine:
         self._store.check_id(seq_id)
         return self._store.table.tokens(seq_id)
 
-    def positions(self, seq_id: int) -> IntArray:
-        """The positions that a sequence holds, int64 [n], or [n, 3] where a token has three."""
+    def positions(self, seq_id: int) -> range | IntArray:
+        """The positions that a sequence holds; int64 [n, 3] where a token has three."""
         length = self.length(seq_id)
         places = self._store.table.places(seq_id)
-        return np.arange(length) if places is None else places
+        return range(length) if places is None else places
 
     def reachable(self, seq_id: int) -> tuple[range, ...]:
         """The positions that a sequence can be cut to, as ascending ranges."""

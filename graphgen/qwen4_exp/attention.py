@@ -61,9 +61,7 @@ class Indexer(nn.Module):
         total = op.ReduceSum(op.Reshape(op.Relu(scores), by_head), [2], keepdims=0)
         total = op.Where(step.visible, op.Mul(total, width**-0.5), -1.0)  # [S, P, NG]
         flat = op.Reshape(total, op.Concat([-1], step.num_pools, axis=0))
-        best, columns = op.TopK(
-            flat, [self.config.top_pools], axis=-1, sorted=1, _outputs=2
-        )
+        best, columns = op.TopK(flat, [self.config.top_pools], axis=-1, sorted=1, _outputs=2)
         return columns, op.GreaterOrEqual(best, 0.0), written
 
     def _write(
@@ -124,7 +122,9 @@ class Attention(nn.Module):
             op.Reshape(fused, [-1, heads, 2 * width]), [width, width], axis=-1, _outputs=2
         )
         q = self._turned(op, self.q_norm(op, q), step.head_rope)
-        k = self._turned(op, self.k_norm(op, op.Reshape(k, [-1, shared, width])), step.head_rope)
+        k = self._turned(
+            op, self.k_norm(op, op.Reshape(k, [-1, shared, width])), step.head_rope
+        )
         flat = shared * width
         rows = {CacheKind.KEYS: op.Reshape(k, [-1, flat]), CacheKind.VALUES: v}
         written = {

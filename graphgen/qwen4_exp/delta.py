@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +12,13 @@ from onnxscript import OpBuilder, nn
 
 from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.layers.causal_conv import CausalConv, ConvSizes, ConvStep
-from cachegraph.graphgen.layers.gated_delta import DeltaSizes, DeltaTokens, gated_delta
+from cachegraph.graphgen.layers.gated_delta import (
+    ChunkedDelta,
+    DeltaSizes,
+    DeltaTokens,
+    FusedDelta,
+    gated_delta,
+)
 from cachegraph.graphgen.layers.gated_norm import GateActivation, GatedNorm
 from cachegraph.graphgen.layers.linear import FloatLinear, joined, linear
 from cachegraph.graphgen.layers.state_step import StateStep
@@ -29,7 +36,7 @@ class DeltaLayerStep:
 
     states: StateStep
     conv: ConvStep
-    rule: object
+    rule: Any
 
 
 def conv_sizes(config: Qwen4ExpConfig) -> ConvSizes:
@@ -47,6 +54,16 @@ def delta_sizes(config: Qwen4ExpConfig) -> DeltaSizes:
     )
 
 
+def delta_rule(config: Qwen4ExpConfig, options: ExportOptions) -> ChunkedDelta | FusedDelta:
+    """The rule in the lowering of the chosen dialect."""
+    return gated_delta(
+        delta_sizes(config),
+        options.dialect,
+        snapshots=options.capacity.rewind,
+        max_step=options.capacity.max_step,
+    )
+
+
 class DeltaLayer(nn.Module):
     """Mixes tokens through a recurrent state. `prefix` such as layers.0.linear_attn."""
 
@@ -54,12 +71,7 @@ class DeltaLayer(nn.Module):
         super().__init__()
         self.config, self.conv_width = config, conv_sizes(config).width
         self.ops = CacheOps(read=options.gather, write=options.scatter)
-        self.rule = gated_delta(
-            delta_sizes(config),
-            options.dialect,
-            snapshots=options.capacity.rewind,
-            max_step=options.capacity.max_step,
-        )
+        self.rule = delta_rule(config, options)
         hidden, heads = config.hidden_size, config.linear_value_heads
         values = heads * config.linear_value_dim
         self.sizes = [config.conv_channels, values]
@@ -100,10 +112,12 @@ class DeltaLayer(nn.Module):
         caches: dict[CacheKind, Stored],
     ) -> tuple[ir.Value, dict[CacheKind, Stored]]:
         """x [T, D] -> output [T, D] and the written states."""
-        states, config = step.states, self.config
+        states = step.states
         mixed, z = op.Split(self.in_proj(op, x), self.sizes, axis=-1, _outputs=2)
         conv, state = (
-            self.ops.read_rows(op, caches[kind], states.plan.state_read_idxs, width, [-1, width])
+            self.ops.read_rows(
+                op, caches[kind], states.plan.state_read_idxs, width, [-1, width]
+            )
             for kind, width in self._widths()
         )
         mixed, history = self.conv1d(op, self._by_stream(op, mixed, step), conv, step.conv)

@@ -50,7 +50,8 @@ class StreamRead(nn.Module):
 
         def down(read: Read) -> NDArray[np.float32]:
             parts = [read(f"{prefix}.{name}.weight") for name in names]
-            return np.ascontiguousarray(np.concatenate(parts).T) / np.float32(m)
+            joined = (np.concatenate(parts).T / np.float32(m)).astype(np.float32)
+            return np.ascontiguousarray(joined)
 
         self.down = tensor(down, [width, rank if is_final else rank + m])
         self.up = tensor(

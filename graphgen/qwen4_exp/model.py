@@ -172,7 +172,7 @@ class Qwen4Exp(nn.Module):
         self, config: Qwen4ExpConfig, options: ExportOptions, *, host_tables: bool
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.options = config, options
         self.embed_tokens = Embedding(config, options)
         self.layers = nn.ModuleList(
             [
@@ -217,7 +217,7 @@ class Qwen4Exp(nn.Module):
             return StepValues(sizes=sizes, pooled=pooled, delta=None, ngram=None)
         names = (recurrent_name(field) for field in RecurrentFields._fields)
         states = state_step(op, RecurrentFields(*(inputs[name] for name in names)), tokens)
-        rule = self.layers[kinds.index(LayerKind.GDN)].linear_attn.rule
+        rule = delta.delta_rule(config, self.options)
         return StepValues(
             sizes=sizes,
             pooled=pooled,

@@ -56,8 +56,8 @@ class Pool:
         view = self.ours.cells.after(reservation)
         assert self._state() == before, "planning changed the table"
         assert len(set(reservation.rows.tolist())) == len(reservation.rows)
-        self.other.commit(self.other.cells.reserve(ubatch), ubatch)
-        self.ours.commit(reservation, ubatch)
+        self.other.commit(self.other.plan(ubatch))
+        self.ours.commit(self.ours.plan(ubatch))
         assert np.array_equal(view.positions, self.ours.cells._positions[:-1])
         assert np.array_equal(view.members, self.ours.cells._members[:, :-1])
         tokens = ubatch.tokens.reshape(len(seqs), step).tolist()
