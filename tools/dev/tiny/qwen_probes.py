@@ -45,7 +45,9 @@ class QwenProbes:
             scores: Tensor = indexer.noted_scores  # type: ignore[assignment]
             ratio: int = indexer.compress_ratio  # type: ignore[assignment]
             blocks = scores.shape[-1]
-            mass = weights.detach().sum(1)[..., : blocks * ratio].unflatten(-1, (blocks, ratio))
+            mass = (
+                weights.detach().sum(1)[..., : blocks * ratio].unflatten(-1, (blocks, ratio))
+            )
             visible = scores > -math.inf
             mass = mass.sum(-1) * visible
             total = mass.sum(-1, keepdim=True)
