@@ -20,8 +20,9 @@ from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
 from cachegraph.graphgen.source import DraftSource, ModelSource, StageSource
 from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
 from cachegraph.graphgen.template import OPSET, Template, build_template
+from cachegraph.graphgen.weights.files import read_folder
 from cachegraph.graphgen.weights.parameter import Read, Weight
-from cachegraph.graphgen.weights.reader import holds_draft, open_checkpoint
+from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.graphgen.weights.writer import (
     WeightsLayout,
     attach,
@@ -29,6 +30,8 @@ from cachegraph.graphgen.weights.writer import (
     write_weights,
 )
 from cachegraph.models.buckets import Bucket
+from cachegraph.models.deepseek_v4.checkpoint import checkpoint_table
+from cachegraph.models.deepseek_v4.draft_tensors import has_draft
 from cachegraph.models.deepseek_v4.parse import load_config
 from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.errors import ConfigError
@@ -79,10 +82,10 @@ def export(
     options = options or ExportOptions()
     folder = resolve(str(checkpoint))
     config = load_config(folder)
-    with_draft = options.draft and holds_draft(folder)
+    with_draft = options.draft and has_draft(read_folder(folder))
 
     def open_read() -> Read:
-        return open_checkpoint(folder, config, with_draft=with_draft).read
+        return open_checkpoint(folder, checkpoint_table(config, with_draft=with_draft)).read
 
     source = model_source(config, options, open_read, with_draft=with_draft)
     tokenizer = [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind, Rope
 from cachegraph.models.deepseek_v4.draft_tensors import draft_table
-from cachegraph.models.deepseek_v4.tensors import TensorKind, TensorSpec, tensor_table
+from cachegraph.models.deepseek_v4.tensors import tensor_table
+from cachegraph.models.tensor_specs import TensorKind, TensorSpec
 
 
 def write_checkpoint(
