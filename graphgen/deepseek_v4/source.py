@@ -8,9 +8,11 @@ from pathlib import Path
 from cachegraph.graphgen.deepseek_v4.draft import DraftBlock
 from cachegraph.graphgen.deepseek_v4.model import DeepseekV4
 from cachegraph.graphgen.source import DraftSource, ModelSource, StageSource
+from cachegraph.graphgen.weights.files import read_folder
 from cachegraph.graphgen.weights.parameter import Read
-from cachegraph.graphgen.weights.reader import holds_draft, open_checkpoint
+from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.models.contract import Contract
+from cachegraph.models.deepseek_v4.checkpoint import checkpoint_table
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import (
     contract,
@@ -24,6 +26,7 @@ from cachegraph.models.deepseek_v4.draft_contract import (
     draft_planners,
     hidden_spec,
 )
+from cachegraph.models.deepseek_v4.draft_tensors import has_draft
 from cachegraph.models.deepseek_v4.parse import load_config
 from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.deepseek_v4.serial import to_dict
@@ -35,10 +38,10 @@ from cachegraph.models.stages import stage_contract, stage_layers
 def checkpoint_source(folder: Path, options: ExportOptions) -> ModelSource:
     """The model in a checkpoint folder, with its MTP block where it has one and it is wanted."""
     config = load_config(folder)
-    with_draft = options.draft and holds_draft(folder)
+    with_draft = options.draft and has_draft(read_folder(folder))
 
     def open_read() -> Read:
-        return open_checkpoint(folder, config, with_draft=with_draft).read
+        return open_checkpoint(folder, checkpoint_table(config, with_draft=with_draft)).read
 
     return model_source(config, options, open_read, with_draft=with_draft)
 

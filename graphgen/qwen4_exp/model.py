@@ -24,7 +24,6 @@ from cachegraph.graphgen.qwen4_exp import delta, ngram
 from cachegraph.graphgen.qwen4_exp.attention import Attention
 from cachegraph.graphgen.qwen4_exp.delta import DeltaLayer, DeltaLayerStep
 from cachegraph.graphgen.qwen4_exp.hyper import StreamRead, write
-from cachegraph.graphgen.qwen4_exp.names import ExpertNames
 from cachegraph.graphgen.qwen4_exp.ngram import NgramEmbedding, NgramStep
 from cachegraph.graphgen.qwen4_exp.step import (
     PooledStep,
@@ -37,6 +36,7 @@ from cachegraph.models.contract import EMBEDDINGS, LOGITS, OUT_ROWS, CacheKind, 
 from cachegraph.models.export_options import ExportOptions, WeightType
 from cachegraph.models.ngram_spec import IDS, ROWS
 from cachegraph.models.qwen4_exp.config import LayerKind, Qwen4ExpConfig
+from cachegraph.models.qwen4_exp.tensors import expert_name
 from cachegraph.models.recurrent_spec import RecurrentFields, recurrent_name
 
 
@@ -48,6 +48,21 @@ class StepValues:
     pooled: PooledStep | None
     delta: DeltaLayerStep | None
     ngram: NgramStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Checkpoint names of one layer's experts."""
+
+    layer: int
+
+    def gate_up(self, expert: int) -> list[str]:
+        """Gate then up, each [I, D]."""
+        return [expert_name(self.layer, expert, part) for part in ("gate", "up")]
+
+    def down(self, expert: int) -> str:
+        """Down, [D, I]."""
+        return expert_name(self.layer, expert, "down")
 
 
 class SharedExpert(nn.Module):
@@ -70,11 +85,11 @@ class SharedExpert(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Routed experts plus the shared one. `prefix` such as layers.3.mlp."""
+    """Routed experts plus the shared one."""
 
-    def __init__(self, config: Qwen4ExpConfig, prefix: str, options: ExportOptions) -> None:
+    def __init__(self, config: Qwen4ExpConfig, layer: int, options: ExportOptions) -> None:
         super().__init__()
-        self.config = config
+        self.config, prefix = config, f"layers.{layer}.mlp"
         self.gate = FloatLinear(
             joined([f"{prefix}.gate.weight"]), config.hidden_size, config.num_experts
         )
@@ -85,7 +100,7 @@ class Mlp(nn.Module):
             chosen=config.experts_per_token,
             limit=None,
         )
-        self.experts = expert_layer(sizes, ExpertNames(f"{prefix}.experts"), options)
+        self.experts = expert_layer(sizes, ExpertNames(layer), options)
         self.shared_expert = SharedExpert(config, prefix, options)
 
     def forward(self, op: OpBuilder, x: ir.Value, sizes: StepSizes) -> ir.Value:
@@ -121,7 +136,7 @@ class Layer(nn.Module):
         else:
             self.self_attn = Attention(config, f"{prefix}.self_attn", options)
         self.mlp_read = StreamRead(config, f"{prefix}.mlp_hyper_connection")
-        self.mlp = Mlp(config, f"{prefix}.mlp", options)
+        self.mlp = Mlp(config, layer, options)
 
     def forward(
         self,

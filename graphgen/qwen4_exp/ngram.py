@@ -17,9 +17,9 @@ from cachegraph.graphgen.layers.causal_conv import CausalConv, ConvSizes, ConvSt
 from cachegraph.graphgen.layers.linear import FloatLinear, joined
 from cachegraph.graphgen.layers.state_step import StateStep
 from cachegraph.graphgen.qwen4_exp.hyper import GroupedNorm
-from cachegraph.graphgen.qwen4_exp.names import shard_name
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe
 from cachegraph.models.qwen4_exp.config import Qwen4ExpConfig
+from cachegraph.models.qwen4_exp.tensors import ngram_shards
 
 _LEAST = 1e-6  # of the absolute match whose root is taken
 
@@ -56,8 +56,8 @@ class NgramTable(nn.Module):
 
         def make(read: Read) -> Iterator[Piece]:
             start = 0
-            for shard in range(config.ngram_shards):
-                rows = read(shard_name(layer, shard))
+            for shard in ngram_shards(config, layer):
+                rows = read(shard)
                 yield Piece("table", start, rows)
                 start += len(rows)
 

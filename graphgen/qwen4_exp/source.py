@@ -16,13 +16,16 @@ from cachegraph.models.qwen4_exp.contract import contract, ladder, planner_specs
 from cachegraph.models.qwen4_exp.parse import load_config
 from cachegraph.models.qwen4_exp.presets import preset_config
 from cachegraph.models.qwen4_exp.serial import to_dict
+from cachegraph.models.qwen4_exp.tensors import checkpoint_table
 from cachegraph.models.recurrent_spec import START
 
 
 def checkpoint_source(folder: Path, options: ExportOptions) -> ModelSource:
     """The model in a checkpoint folder."""
     config = load_config(folder)
-    return model_source(config, options, lambda: open_checkpoint(folder, config).read)
+    return model_source(
+        config, options, lambda: open_checkpoint(folder, checkpoint_table(config)).read
+    )
 
 
 def preset_source(name: str, options: ExportOptions) -> ModelSource:

@@ -173,7 +173,8 @@ def test_router(tmp_path: Path, layer: int) -> None:
     x, tokens = model.random(T, config.hidden_size), np.arange(11, 11 + T)
 
     def emit(op, v):
-        found = router(op, v["x"], SimpleNamespace(tokens=v["tokens"]))
+        size = op.Shape(v["x"], start=0, end=1)
+        found = router(op, v["x"], SimpleNamespace(tokens=v["tokens"], num_tokens=size))
         return [found.scores, op.Cast(found.columns, to=1), found.weights]
 
     feeds = {"x": x, "tokens": tokens}

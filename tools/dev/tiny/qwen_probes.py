@@ -12,20 +12,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen4_exp.modeling_qwen4_exp import apply_rotary_pos_emb
+from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 from cachegraph.tools.dev.tiny.network import modules_named
 
 _BALANCE_WEIGHT = 0.01
+_turned: Any = modeling_qwen4_exp.apply_rotary_pos_emb
 
 
 class QwenProbes:
     """Selection, index loss and router balance of every layer."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._indexers = [m for _, m in modules_named(model, "Qwen4ExpTextQSAIndexer")]
+        self._indexers: list[Any] = [
+            m for _, m in modules_named(model, "Qwen4ExpTextQSAIndexer")
+        ]
         for indexer in self._indexers:
-            indexer.forward = partial(_select, indexer)  # type: ignore[method-assign]
+            indexer.forward = partial(_select, indexer)
         self._masses: list[Tensor] = []
         for _, layer in modules_named(model, "Qwen4ExpTextAttention"):
             layer.register_forward_hook(self._note_attention)
@@ -42,8 +45,8 @@ class QwenProbes:
         """Mean KL divergence from the attention mass on blocks to the softmax of their scores."""
         losses = []
         for indexer, weights in zip(self._indexers, self._masses, strict=True):
-            scores: Tensor = indexer.noted_scores  # type: ignore[assignment]
-            ratio: int = indexer.compress_ratio  # type: ignore[assignment]
+            scores: Tensor = indexer.noted_scores
+            ratio: int = indexer.compress_ratio
             blocks = scores.shape[-1]
             mass = (
                 weights.detach().sum(1)[..., : blocks * ratio].unflatten(-1, (blocks, ratio))
@@ -90,9 +93,9 @@ def _select(
     projected = indexer.index_qk_proj(hidden.detach())
     q, raw = projected.split([heads * width, width], dim=-1)
     q = indexer.q_layernorm(q.unflatten(-1, (heads, width)))
-    q = apply_rotary_pos_emb(q, cos=cos, sin=sin, unsqueeze_dim=2)
+    q = _turned(q, cos=cos, sin=sin, unsqueeze_dim=2)
     pooled = raw[:, : blocks * ratio].unflatten(1, (blocks, ratio)).mean(2)
-    keys = apply_rotary_pos_emb(
+    keys = _turned(
         indexer.k_layernorm(pooled)[:, :, None],
         cos=cos[:, : blocks * ratio : ratio],
         sin=sin[:, : blocks * ratio : ratio],
@@ -110,6 +113,6 @@ def _select(
         picked = torch.zeros_like(picked).scatter(-1, best, True) & visible
     whole = (places + 1) // ratio * ratio
     tail = (places[None] >= whole[:, None]) & (places[None] <= places[:, None])
-    mask = tail.expand(scores.shape[0], -1, -1).clone()
+    mask: Tensor = tail.expand(scores.shape[0], -1, -1).clone()
     mask[..., : blocks * ratio] |= picked.repeat_interleave(ratio, dim=-1)
     return mask[:, None]
