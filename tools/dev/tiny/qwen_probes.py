@@ -48,11 +48,9 @@ class QwenProbes:
             scores: Tensor = indexer.noted_scores
             ratio: int = indexer.compress_ratio
             blocks = scores.shape[-1]
-            mass = (
-                weights.detach().sum(1)[..., : blocks * ratio].unflatten(-1, (blocks, ratio))
-            )
             visible = scores > -math.inf
-            mass = mass.sum(-1) * visible
+            mass = weights.detach().sum(1)[..., : blocks * ratio]
+            mass = mass.reshape(*mass.shape[:-1], blocks, ratio).sum(-1) * visible
             total = mass.sum(-1, keepdim=True)
             known = total[..., 0] > 1e-6
             share = mass / total.clamp_min(1e-6)
