@@ -163,7 +163,9 @@ class Drafter:
         carried = self._synced(seq, self._table.length(seq))
         if carried.ahead is not None:
             self._cut(seq, carried.end)
-        first = min(self.cells.first_held(seq), carried.paired)
+        first = carried.paired
+        if self.cells.next_position(seq) == first:  # else all pairs wait
+            first = self.cells.first_held(seq)
         places = self._places(seq, first, carried.paired)
         tensors = {rows_name(seq, CARRIED): carried.held()}
         for spec in self._contract.caches:

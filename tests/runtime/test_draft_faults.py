@@ -1,0 +1,72 @@
+"""Faults beside drafting: none changes what a sequence holds, nor drafts from rows that never were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.bundles import Bundles
+from support.draft_judge import Judge, bundle_of, check, drafted, load
+
+from cachegraph.runtime.drafter import Drafter
+from cachegraph.runtime.engine import Engine
+
+pytestmark = pytest.mark.r2
+
+
+@pytest.fixture(scope="module")
+def judge() -> Judge:
+    return Judge()
+
+
+@pytest.fixture(scope="module")
+def text(judge: Judge) -> list[int]:
+    return judge.text(40)
+
+
+@pytest.fixture(scope="module")
+def opened(bundles: Bundles) -> Iterator[Engine]:
+    with load(bundle_of(bundles)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(opened: Engine) -> Engine:
+    opened.clear()
+    return opened
+
+
+def drafter_of(engine: Engine) -> Drafter:
+    drafter = engine._store.drafter
+    assert drafter is not None
+    return drafter
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_pairs_that_wait_leave_no_rows_in_a_file(
+    engine: Engine, judge: Judge, text: list[int], tmp_path: Path, length: int
+) -> None:
+    engine.append(text[20:30], 1)  # what the slot held before
+    drafted(engine, {1: text[30]})
+    engine.append(text[:length])
+    saved, _ = drafter_of(engine).stored(0)
+    assert (saved.raw_first, saved.paired, saved.end) == (1, 1, length)
+    engine.save(tmp_path / "state", [0])
+    engine.restore(tmp_path / "state", {0: 1})
+    check(engine, judge, text[length], 1)
+    engine.append(text[length:15], 1)
+    check(engine, judge, text[15], 1)
+
+
+def test_drafts_that_start_anew_leave_no_rows_of_before_in_a_file(
+    engine: Engine, bundles: Bundles, judge: Judge, text: list[int], tmp_path: Path
+) -> None:
+    with load(bundle_of(bundles), draft=False) as plain:
+        plain.append(text[:20])
+        plain.save(tmp_path / "plain")
+    engine.restore(tmp_path / "plain")
+    engine.append(text[20:22])
+    engine.save(tmp_path / "state")
+    engine.restore(tmp_path / "state", {0: 2})
+    check(engine, judge, text[22], 2, known_from=20)
