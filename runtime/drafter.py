@@ -9,7 +9,7 @@ that nobody told the drafter of can cost a warm start and never a wrong row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -98,26 +98,30 @@ class Drafter:
         self.graph.close()
         self._caches.clear()
 
-    def note(self, ubatch: UBatch, streams: Rows, padded_step: int) -> None:
-        """Take a main step that is in; streams [T, width] of its bucket, stream-major.
+    def note(self, ubatch: UBatch, fetch: Callable[[], Rows], padded_step: int) -> None:
+        """Take a main step that is in. fetch: reads its streams [T, width], stream-major.
 
-        Runs pairs only where the step is too long for them to wait. A draft graph that fails here
-        costs the sequences their warm start, not the step.
+        Runs pairs only where the step is too long for them to wait. Whatever fails here costs the
+        sequences their warm start, not the step.
         """
+        try:
+            late = self._learn(ubatch, fetch(), padded_step)
+            if late:
+                self._run(late)
+        except Exception as error:
+            seqs = list(ubatch.streams)
+            _LOG.warning("a step is in, drafts of sequences %s start anew: %s", seqs, error)
+            self._lose(seqs)
+
+    def _learn(self, ubatch: UBatch, streams: Rows, padded_step: int) -> dict[int, _Pairs]:
+        """Keep the streams of a step; the pairs that cannot wait."""
         late: dict[int, _Pairs] = {}
         for place, seq in enumerate(ubatch.streams):
             entry, row = place * ubatch.step, place * padded_step
             start = int(ubatch.positions[entry])
             tokens = ubatch.tokens[entry : entry + ubatch.step].tolist()
             late |= self._take(seq, start, tokens, streams[row : row + ubatch.step])
-        if not late:
-            return
-        try:
-            self._run(late)
-        except Exception as error:
-            _LOG.warning("the draft graph failed, drafts start anew: %s", error)
-            for seq in late:
-                self._begin(seq, self._carried[seq].end)
+        return late
 
     def draft(
         self, pending: Mapping[int, int], counts: Mapping[int, int], choose: Choose
@@ -291,12 +295,16 @@ class Drafter:
         self.cells.clear(seq)
         self._carried[seq].begin_at(position, self._table.tokens(seq)[:position])
 
+    def _lose(self, seqs: Iterable[int]) -> None:
+        """Start sequences anew behind all that they hold."""
+        for seq in seqs:
+            self._begin(seq, self._table.length(seq))
+
     def _run_or_drop(self, pairs: Mapping[int, _Pairs]) -> tuple[_BySequence, _BySequence]:
         try:
             return self._run(pairs)
         except Exception as error:
-            for seq in pairs:
-                self._begin(seq, self._carried[seq].end)
+            self._lose(pairs)
             raise StepError(
                 f"the draft graph failed; no sequence has changed, decode without drafts: {error}"
             ) from error

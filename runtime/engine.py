@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from types import TracebackType
@@ -437,8 +437,8 @@ class Engine:
         """Tell those who remember more of a step than the sequence table does."""
         self.checkpoints.note(ubatch)
         if self._store.drafter is not None:
-            streams = self._graph.result(call, STREAMS)
-            self._store.drafter.note(ubatch, streams, call.dims["P"])
+            fetch = partial(self._graph.result, call, STREAMS)
+            self._store.drafter.note(ubatch, fetch, call.dims["P"])
 
     def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
         """`check_batch` with the sizes of this bundle."""

@@ -1,4 +1,4 @@
-"""Faults beside drafting: none changes what a sequence holds, nor drafts from rows that never were."""
+"""Faults beside drafting: no sequence is changed, and no draft made of rows that never were."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from support.bundles import Bundles
-from support.draft_judge import Judge, bundle_of, check, drafted, load
+from support.draft_judge import Judge, Logits, bundle_of, check, drafted, load
 
+from cachegraph.models.contract import STREAMS
+from cachegraph.runtime.binding import BoundCall
 from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.engine import Engine
 
@@ -70,3 +72,30 @@ def test_drafts_that_start_anew_leave_no_rows_of_before_in_a_file(
     engine.save(tmp_path / "state")
     engine.restore(tmp_path / "state", {0: 2})
     check(engine, judge, text[22], 2, known_from=20)
+
+
+def test_streams_that_cannot_be_read_cost_the_warm_start_alone(
+    engine: Engine,
+    judge: Judge,
+    text: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine.append(text[:10])
+    engine.append(text[:12], 1)
+    read = engine._graph.result
+
+    def broken(call: BoundCall, name: str) -> Logits:
+        if name == STREAMS:
+            raise RuntimeError("no device")
+        return read(call, name)
+
+    monkeypatch.setattr(engine._graph, "result", broken)
+    engine.append(text[10:14])
+    monkeypatch.undo()
+    assert engine.tokens(0) == tuple(text[:14])
+    assert "drafts of sequences [0] start anew: no device" in caplog.text
+    check(engine, judge, text[12], 1)  # the neighbour's streams are known
+    assert drafted(engine, {0: text[14]})[0] == {0: []}
+    engine.append(text[14:16])
+    check(engine, judge, text[16], known_from=14)
