@@ -146,14 +146,18 @@ class Drafter:
         return drafts
 
     def copy(self, source: int, target: int) -> int:
-        """Make `target` what `source` is, after the table was; returns the bytes moved."""
+        """Make `target` what `source` is, after the table was; returns the bytes moved.
+
+        Where the rows cannot be moved, `target` starts anew.
+        """
+        self._lose([target])
         carried = self._synced(source, self._table.length(source))
-        self.cells.clear(target)
+        move = RowMove(CacheKind.RAW, *self.cells.moves(source, target))
+        moved = copy_rows(self._binder, self._contract, self._caches, [move])
+        self.cells.copy(source, target)
         self._carried[target].take(carried)
         self._carried[target].rewrites = self._table.rewrites(target)
-        move = RowMove(CacheKind.RAW, *self.cells.moves(source, target))
-        self.cells.copy(source, target)
-        return copy_rows(self._binder, self._contract, self._caches, [move])
+        return moved
 
     def zero(self, seq: int) -> None:
         """Forget a sequence and zero its rows."""
@@ -185,7 +189,7 @@ class Drafter:
     ) -> None:
         """Make a slot, whose tokens are restored, what was saved as `seq`; None starts anew.
 
-        The tensors were checked by `check_draft`.
+        The tensors were checked by `check_draft`. Rows that cannot be written start it anew too.
         """
         length = self._table.length(slot)
         self._begin(slot, length)
@@ -195,7 +199,6 @@ class Drafter:
             return
         rows = tensors[rows_name(seq, CARRIED)][-carried.spec.rows :]
         carried.rows[np.arange(saved.end - len(rows), saved.end) % carried.spec.rows] = rows
-        carried.first, carried.paired = saved.end - len(rows), saved.paired
         first = max(saved.raw_first, saved.paired - self.cells.ring)
         places = self._places(slot, first, saved.paired)
         for spec in self._contract.caches:
@@ -203,6 +206,7 @@ class Drafter:
             kept = values[len(values) - places.size :]
             self._binder.write_rows(self._caches[spec.name], places, kept)
         self.cells.place(slot, first, saved.paired)
+        carried.first, carried.paired = saved.end - len(rows), saved.paired
 
     def _places(self, seq: int, first: int, end: int) -> IntArray:
         """Raw rows of positions first .. end - 1."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,43 @@ def test_streams_that_cannot_be_read_cost_the_warm_start_alone(
     assert drafted(engine, {0: text[14]})[0] == {0: []}
     engine.append(text[14:16])
     check(engine, judge, text[16], known_from=14)
+
+
+def break_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """No draft row can be moved that way any more; the main graph's can."""
+
+    def fail(buffer: object, places: object, values: object) -> None:
+        raise RuntimeError("no device")
+
+    drafter = drafter_of(engine)
+    broken = copy(drafter._binder)
+    monkeypatch.setattr(broken, method, fail)
+    monkeypatch.setattr(drafter, "_binder", broken)
+
+
+@pytest.mark.parametrize("edit", ["copy", "restore"])
+def test_rows_that_do_not_move_start_drafts_anew(
+    engine: Engine,
+    judge: Judge,
+    text: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    edit: str,
+) -> None:
+    engine.append(text[10:30], 2)  # what the target held before
+    drafted(engine, {2: text[30]})
+    engine.append(text[:20])
+    drafted(engine, {0: text[20]})
+    engine.save(tmp_path / "state", [0])
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no device"):
+        if edit == "copy":
+            break_rows(engine, broken, "copy_rows")
+            engine.copy(0, 2)
+        else:
+            break_rows(engine, broken, "write_rows")
+            engine.restore(tmp_path / "state", {0: 2})
+    assert engine.tokens(2) == tuple(text[:20])
+    assert drafted(engine, {2: text[20]})[0] == {2: []}
+    engine.append(text[20:22], 2)
+    check(engine, judge, text[22], 2, known_from=20)
+    check(engine, judge, text[20])
