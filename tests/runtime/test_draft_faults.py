@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
 
 import pytest
-from support.bundles import Bundles
+from support.bundles import Bundles, with_capacity
 from support.draft_judge import Judge, Logits, bundle_of, check, drafted, load
 
 from cachegraph.models.contract import STREAMS
@@ -128,15 +128,31 @@ def test_rows_that_do_not_move_start_drafts_anew(
     engine.append(text[:20])
     drafted(engine, {0: text[20]})
     engine.save(tmp_path / "state", [0])
-    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no device"):
-        if edit == "copy":
-            break_rows(engine, broken, "copy_rows")
-            engine.copy(0, 2)
-        else:
-            break_rows(engine, broken, "write_rows")
-            engine.restore(tmp_path / "state", {0: 2})
+    edits: dict[str, tuple[str, Callable[[], object]]] = {
+        "copy": ("copy_rows", lambda: engine.copy(0, 2)),
+        "restore": ("write_rows", lambda: engine.restore(tmp_path / "state", {0: 2})),
+    }
+    method, move = edits[edit]
+    break_rows(engine, monkeypatch, method)
+    with pytest.raises(RuntimeError, match="no device"):
+        move()
+    monkeypatch.undo()
     assert engine.tokens(2) == tuple(text[:20])
     assert drafted(engine, {2: text[20]})[0] == {2: []}
     engine.append(text[20:22], 2)
     check(engine, judge, text[22], 2, known_from=20)
     check(engine, judge, text[20])
+
+
+@pytest.mark.parametrize("max_step", [1, 2, 5])
+def test_steps_shorter_than_the_rewind_budget_keep_rows_for_it(
+    bundles: Bundles, judge: Judge, text: list[int], max_step: int
+) -> None:
+    """As many drafts as the budget, then as many tokens back: the window is still whole."""
+    capacity = with_capacity(max_step=max_step)
+    with load(bundle_of(bundles, capacity=capacity)) as engine:
+        for end in range(24, 33):
+            engine.append(text[engine.length(0) : end])
+            check(engine, judge, text[end], count=capacity.rewind)
+            engine.remove(0, end - capacity.rewind)
+            check(engine, judge, text[end - capacity.rewind])
