@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from support.bundles import Bundles, with_capacity
-from support.draft_judge import Judge, Logits, bundle_of, check, drafted, load
+from support.bundles import CAPACITY, Bundles, with_capacity
+from support.draft_judge import CONFIG, Judge, Logits, bundle_of, check, drafted, load
 
 from cachegraph.models.contract import STREAMS
+from cachegraph.models.errors import BatchError, ConfigError
 from cachegraph.runtime.binding import BoundCall
 from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.engine import Engine
@@ -156,3 +159,77 @@ def test_steps_shorter_than_the_rewind_budget_keep_rows_for_it(
             check(engine, judge, text[end], count=capacity.rewind)
             engine.remove(0, end - capacity.rewind)
             check(engine, judge, text[end - capacity.rewind])
+
+
+VOCAB, REWIND = CONFIG.vocab_size, CAPACITY.rewind
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [({}, "none"), ({1: 2}, "none"), (None, "none"), (2.0, "float"), ({0: True}, "bool")],
+    ids=str,
+)
+def test_counts_that_are_none_are_refused(
+    engine: Engine, text: list[int], count: Any, said: str
+) -> None:
+    engine.append(text[:12])
+    with pytest.raises(ConfigError) as refused:
+        drafted(engine, {0: 5}, count)
+    assert str(refused.value) == (
+        f"sequence 0: the number of drafts must be an integer from 1 to {REWIND}, got {said}"
+    )
+
+
+BAD_IDS = {
+    "float": (3.0, f"ids must be integers from 0 to {VOCAB - 1}, got float"),
+    "bool": (True, f"ids must be integers from 0 to {VOCAB - 1}, got bool"),
+    "none": (None, f"ids must be integers from 0 to {VOCAB - 1}, got NoneType"),
+    "a row": (np.zeros(VOCAB), f"ids must be integers from 0 to {VOCAB - 1}, got ndarray"),
+    "negative": (-1, "id -1 is not in the vocabulary, which has ids 0 to"),
+    "too large": (np.int64(VOCAB), f"id {VOCAB} is not in the vocabulary, which has ids 0 to"),
+}
+
+
+@pytest.mark.parametrize(("token", "message"), BAD_IDS.values(), ids=BAD_IDS)
+def test_ids_that_are_none_are_refused(
+    engine: Engine, judge: Judge, text: list[int], token: Any, message: str
+) -> None:
+    """Pending ones, and those that `choose` returns: the first of all, or one in the middle."""
+    engine.append(text[:12])
+    said = f"^sequence 0: {message}[^\\n]*$"
+    with pytest.raises(BatchError, match=said):
+        engine.draft({0: token}, 3, lambda seq, row: 0)
+    for chosen in ([token], [0, token]):
+        choices = iter(chosen)
+        with pytest.raises(BatchError, match=said):
+            engine.draft({0: 5}, 3, lambda seq, row, left=choices: next(left))  # type: ignore
+    check(engine, judge, text[12])
+
+
+def test_ids_and_counts_of_numpy_are_taken(
+    engine: Engine, judge: Judge, text: list[int]
+) -> None:
+    engine.append(text[:12])
+    wanted, _ = judge.drafts(text[:12], text[12], 3)
+    pending: Any = {0: np.int32(text[12])}
+    found = engine.draft(pending, np.int64(3), lambda seq, row: row.argmax())  # type: ignore
+    assert found == {0: wanted.tolist()}
+    assert {type(token) for token in found[0]} == {int}
+
+
+def test_logits_that_were_chosen_from_stay_as_they_are(
+    engine: Engine, text: list[int]
+) -> None:
+    engine.append(text[:12])
+    rows: list[Logits] = []
+    copies: list[Logits] = []
+
+    def choose(seq: int, row: Logits) -> int:
+        rows.append(row)
+        copies.append(row.copy())
+        return int(row.argmax())
+
+    engine.draft({0: text[12]}, 3, choose)
+    engine.append(text[12:14])
+    drafted(engine, {0: text[14]})
+    assert np.array_equal(rows, copies)
