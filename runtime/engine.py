@@ -172,7 +172,7 @@ class Engine:
             pending: the token that follows each sequence, chosen and not decoded yet.
             count: tokens to draft, for all sequences or by id; 1 to the rewind budget.
             choose: called for every draft with the sequence and its draft logits, float32
-                [vocab], which the next call overwrites; returns the token.
+                [vocab], a copy that nothing overwrites; returns the token's id.
 
         What is drafted binds nobody: decode `pending` and the drafts behind it, and `remove` those
         that you reject. A sequence whose newest streams are not known (none decoded since it was
