@@ -13,10 +13,11 @@ from support.bundles import CAPACITY, Bundles, with_capacity
 from support.draft_judge import CONFIG, Judge, Logits, bundle_of, check, drafted, load
 
 from cachegraph.models.contract import STREAMS
-from cachegraph.models.errors import BatchError, ConfigError
+from cachegraph.models.errors import BatchError, ConfigError, StateFileError
 from cachegraph.runtime.binding import BoundCall
 from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.engine import Engine
+from cachegraph.runtime.saved import SavedDraft
 
 pytestmark = pytest.mark.r2
 
@@ -233,3 +234,49 @@ def test_logits_that_were_chosen_from_stay_as_they_are(
     engine.append(text[12:14])
     drafted(engine, {0: text[14]})
     assert np.array_equal(rows, copies)
+
+
+def test_a_file_with_a_draft_row_of_the_first_token_is_refused(
+    engine: Engine,
+    bundles: Bundles,
+    judge: Judge,
+    text: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first token has no pair, so that such a row is junk."""
+    engine.append(text[:6])
+    drafted(engine, {0: text[6]})
+    stored = drafter_of(engine).stored
+
+    def with_first(seq: int) -> tuple[SavedDraft, dict[str, Any]]:
+        part, rows = stored(seq)
+        name, values = next((n, v) for n, v in rows.items() if n != "0.carried")
+        assert (part.raw_first, part.paired) == (1, 6)
+        rows[name] = np.concatenate((values[:1], values))
+        return part.model_copy(update={"raw_first": 0}), rows
+
+    monkeypatch.setattr(drafter_of(engine), "stored", with_first)
+    engine.save(tmp_path / "state")
+    monkeypatch.undo()
+    engine.append(text[6:9])
+    with pytest.raises(StateFileError, match=r"draft row of its first token[^\n]*$"):
+        engine.restore(tmp_path / "state")
+    assert engine.tokens(0) == tuple(text[:9])
+    check(engine, judge, text[9])
+    with load(bundle_of(bundles), draft=False) as plain:
+        plain.restore(tmp_path / "state")
+        plain.save(tmp_path / "again")
+    engine.restore(tmp_path / "again")
+    assert engine.tokens(0) == tuple(text[:6])
+
+
+def test_an_empty_sequence_is_saved_and_restored(
+    engine: Engine, judge: Judge, text: list[int], tmp_path: Path
+) -> None:
+    engine.save(tmp_path / "state", [0])
+    engine.append(text[10:14])
+    engine.restore(tmp_path / "state")
+    assert engine.tokens(0) == ()
+    engine.append(text[:5])
+    check(engine, judge, text[5])
