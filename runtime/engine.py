@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from types import TracebackType
@@ -179,7 +179,7 @@ class Engine(SequenceEdits):
             pending: the token that follows each sequence, chosen and not decoded yet.
             count: tokens to draft, for all sequences or by id; 1 to the rewind budget.
             choose: called for every draft with the sequence and its draft logits, float32
-                [vocab], which the next call overwrites; returns the token.
+                [vocab], a copy that nothing overwrites; returns the token's id.
 
         What is drafted binds nobody: decode `pending` and the drafts behind it, and `remove` those
         that you reject. A sequence whose newest streams are not known (none decoded since it was
@@ -346,8 +346,8 @@ class Engine(SequenceEdits):
         if self._checkpoints is not None:
             self._checkpoints.note(ubatch)
         if self._store.drafter is not None:
-            streams = self._graph.result(call, STREAMS)
-            self._store.drafter.note(ubatch, streams, call.dims["P"])
+            fetch = partial(self._graph.result, call, STREAMS)
+            self._store.drafter.note(ubatch, fetch, call.dims["P"])
 
     def _check(
         self, batch: Batch, next_positions: Mapping[int, int], lengths: Mapping[int, int]

@@ -126,6 +126,11 @@ def check_draft(
             f"{path}: sequence {saved.seq_id}: its draft part {draft} does not fit {saved.length} "
             "tokens; save it again"
         )
+    if draft.raw_first == 0 < draft.paired:
+        raise StateFileError(
+            f"{path}: sequence {saved.seq_id} has a draft row of its first token, which has no "
+            "pair; restore it without drafting and save it again"
+        )
     widths = {CARRIED: entry.hidden.width} | {c.name: c.width for c in entry.contract.caches}
     for name, width in widths.items():
         count = draft.end - draft.first if name == CARRIED else draft.paired - draft.raw_first
