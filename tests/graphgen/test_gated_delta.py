@@ -152,6 +152,17 @@ def test_any_split_gives_the_same(split: list[int]) -> None:
             assert_step(world, {0: step})
 
 
+def test_no_drift_over_500_steps() -> None:
+    text = delta_text(SIZES, 500)
+    text["g"] /= 50  # states of the start still count at the end
+    wanted, states = delta_twin(SIZES, text)
+    for piece, runs in lowerings():
+        world = host(piece, runs, {0: text})
+        found = np.concatenate([world.step({0: 1})[0] for _ in range(500)])
+        assert_near(found, wanted)
+        assert_near(world.state(0, 500), states[500])
+
+
 @pytest.mark.parametrize("gate", [0.0, -20.0, -1e4])
 @pytest.mark.parametrize("beta", [0.0, 1e-6, 1.0])
 def test_no_decay_and_all_but_complete_decay(gate: float, beta: float) -> None:
@@ -208,6 +219,7 @@ def test_portable_graph_on_the_reference_evaluator(max_step: int) -> None:
 @pytest.mark.parametrize("steps", [1, 16, 100])
 def test_frozen_graph_is_static_and_the_same(steps: int) -> None:
     """Plain operators, no control flow, rank 4 or less, every shape a number."""
+    onnx.checker.check_model(chunked(130).model, full_check=True)
     sizes = {"S": 2, "P": steps, "KR": min(steps, 4), "rows": 73}
     frozen = freeze(chunked(130).model, sizes)
     assert {node.domain for node in frozen.graph.node} == {""}
