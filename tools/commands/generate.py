@@ -132,9 +132,8 @@ def _run(
     start = first = time.perf_counter()
     try:
         with prefill_progress(sum(map(len, texts))) as progress:
-            stream = engine.generate(
-                texts, options, progress
-            )  # refuses before anything is said
+            # Refuses before anything is said.
+            stream = engine.generate(texts, options, progress)
             note(f"running on {engine.provider}")
             for event in stream:
                 if not events:
