@@ -53,6 +53,17 @@ class Fields:
         self._wrong(key, value, "a finite number")
         return None
 
+    def flag(self, key: str, *, default: bool) -> bool | None:
+        """An optional true or false; `default` where it is absent or null."""
+        if not self.has(key):
+            self._seen.add(key)
+            return default
+        value = self._required(key)
+        if isinstance(value, bool):
+            return value
+        self._wrong(key, value, "true or false")
+        return None
+
     def text(self, key: str) -> str | None:
         """A required string."""
         value = self._required(key)

@@ -132,7 +132,7 @@ class Manifest(_Part):
     opset: int
     min_onnxruntime: str
     accuracy_level: int
-    position_rule: Literal["consecutive"]
+    position_rule: Literal["consecutive", "ordered"]
     planners: PlannerSpecs
     dimensions: dict[str, str]
     ladder: BucketLadder

@@ -32,9 +32,9 @@ from cachegraph.runtime.memory import initial_caches
 from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.planners.step import StepSizes, pick_bucket, plan_step
-from cachegraph.runtime.rows import copy_rows, zero_raw
+from cachegraph.runtime.rows import copy_rows, zero_rows
 from cachegraph.runtime.saved import SavedDraft, rows_name
-from cachegraph.runtime.sequences import RowMove, SequenceTable, common_prefix
+from cachegraph.runtime.sequence_memory import RowMove, SequenceMemory, common_prefix
 from cachegraph.runtime.split import UBatch, split_batch
 
 Choose = Callable[[int, Rows], int]
@@ -66,7 +66,7 @@ class Drafter:
         graph: GraphPart,
         binder: Binder,
         caches: dict[str, Buffer],
-        table: SequenceTable,
+        table: SequenceMemory,
         capacity: Capacity,
     ) -> None:
         """caches: buffers of the draft graph's raw cache, by name. table: the main sequences."""
@@ -82,7 +82,7 @@ class Drafter:
         self._carried = [Carried.of(entry.hidden) for _ in table.ids]
 
     @classmethod
-    def open(cls, manifest: Manifest, opened: OpenGraph, table: SequenceTable) -> Drafter:
+    def open(cls, manifest: Manifest, opened: OpenGraph, table: SequenceMemory) -> Drafter:
         """Allocate the draft graph's caches; CapacityError, with nothing kept, where that fails."""
         entry = manifest.draft
         if entry is None:
@@ -165,7 +165,7 @@ class Drafter:
         self._begin(seq, 0)
         self._carried[seq].rows[:] = 0
         rows = self.cells.layout.base(seq) + np.arange(self.cells.layout.rows_per_stream)
-        zero_raw(self._binder, self._contract, self._caches, rows)
+        zero_rows(self._binder, self._contract, self._caches, CacheKind.RAW, rows)
 
     def stored(self, seq: int) -> tuple[SavedDraft, dict[str, Rows]]:
         """What a save keeps of a sequence, and copies of the rows by their names in the file."""

@@ -6,7 +6,6 @@ score ties do not happen. Loads in transformers 5.24.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +16,9 @@ from numpy.typing import NDArray
 
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind, Rope
 from cachegraph.models.deepseek_v4.draft_tensors import draft_table
-from cachegraph.models.deepseek_v4.tensors import TensorKind, TensorSpec, tensor_table
+from cachegraph.models.deepseek_v4.tensors import tensor_table
+from cachegraph.models.tensor_specs import TensorKind, TensorSpec
+from cachegraph.tools.random_files import write_tensors
 
 
 def write_checkpoint(
@@ -25,28 +26,13 @@ def write_checkpoint(
 ) -> Path:
     """Write config.json and model.safetensors (published names), one tensor at a time.
 
-    dtype: F32, or F16 for the big matrices; everything else stays F32. with_draft: an MTP block
-    behind the main model, whose numbers stay the same.
+    dtype: as in `write_tensors`. with_draft: an MTP block behind the main model, whose numbers stay
+    the same.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config_json(config), indent=1)
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    specs = _table(config, with_draft)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for spec in specs:
-        form, numpy_dtype = _storage(spec, dtype)
-        size = int(np.prod(spec.shape)) * numpy_dtype.itemsize
-        span = [position, position + size]
-        header[spec.name] = {"dtype": form, "shape": list(spec.shape), "data_offsets": span}
-        position += size
-    data = json.dumps(header).encode()
-    data += b" " * (-len(data) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(data).to_bytes(8, "little") + data)
-        for spec, values in generate_tensors(config, seed, with_draft=with_draft):
-            file.write(values.astype(_storage(spec, dtype)[1]).tobytes())
-    return folder
+    tensors = generate_tensors(config, seed, with_draft=with_draft)
+    return write_tensors(
+        folder, config_json(config), _table(config, with_draft), tensors, dtype
+    )
 
 
 def generate_tensors(
@@ -60,13 +46,6 @@ def generate_tensors(
 
 def _table(config: DeepseekV4Config, with_draft: bool) -> tuple[TensorSpec, ...]:
     return (*tensor_table(config), *(draft_table(config) if with_draft else ()))
-
-
-def _storage(spec: TensorSpec, dtype: str) -> tuple[str, np.dtype[Any]]:
-    if spec.kind is TensorKind.TABLE:
-        return "I64", np.dtype(np.int64)
-    is_half = dtype == "F16" and spec.kind is not TensorKind.PARAMETER
-    return ("F16", np.dtype(np.float16)) if is_half else ("F32", np.dtype(np.float32))
 
 
 def _values(

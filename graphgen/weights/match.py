@@ -19,20 +19,14 @@ from cachegraph.graphgen.weights.dequant import (
     fp8_grid,
 )
 from cachegraph.graphgen.weights.files import Entry
-from cachegraph.models.deepseek_v4.config import DeepseekV4Config
-from cachegraph.models.deepseek_v4.draft_tensors import draft_table
-from cachegraph.models.deepseek_v4.tensors import (
+from cachegraph.models.errors import CheckpointError
+from cachegraph.models.tensor_specs import (
     PACKED_KINDS,
+    Fused,
     TensorKind,
     TensorSpec,
-    canonical_name,
-    fused_parts,
-    fused_shape,
-    is_left_out,
-    refusal,
-    tensor_table,
+    TensorTable,
 )
-from cachegraph.models.errors import CheckpointError
 
 _LISTED = 20  # faults of one sort that are spelled out
 
@@ -42,6 +36,7 @@ class Form(StrEnum):
 
     FLOAT = "float"
     FP8 = "fp8"
+    FP8_SHARED = "fp8_shared"  # one scale for all of an n-gram table
     FP4 = "fp4"
     INTEGER = "integer"
 
@@ -66,41 +61,40 @@ class _Faults:
 
 
 def match_tensors(
-    config: DeepseekV4Config,
-    entries: Mapping[str, Entry],
-    where: str,
-    *,
-    with_draft: bool = False,
+    table: TensorTable, entries: Mapping[str, Entry], where: str
 ) -> dict[str, Source]:
     """The source of every tensor of the model, by our name.
 
     CheckpointError that lists all missing, unexpected and mis-shaped tensors, or says which tensors
-    belong to another architecture. Tensors of the MTP block are left out unless `with_draft`.
+    belong to another architecture.
     """
     faults = _Faults()
-    named = _by_our_name(entries, faults)
-    parts = _split_fused(config, named, faults)
-    sources: dict[str, Source] = {}
-    for spec in (*tensor_table(config), *(draft_table(config) if with_draft else ())):
-        source = parts.pop(spec.name, None)
-        if source is None and spec.name in named:
-            source = _source(spec, named, faults)
-        elif source is None:
+    named = _by_our_name(table, entries, faults)
+    sources = _split_fused(table, named, faults)
+    for spec in table.specs:
+        if spec.name in sources:
+            continue
+        if spec.name not in named:
             faults.missing.append(f"{spec.name} {list(spec.shape)}")
-        if source is not None:
+        elif source := _source(spec, table.scale(spec), named, faults):
             sources[spec.name] = source
+    shared = {source.scale.name for source in sources.values() if source.scale is not None}
     faults.unexpected += [
-        entry.name for name, entry in named.items() if with_draft or not is_left_out(name)
+        entry.name
+        for name, entry in named.items()
+        if not table.is_left_out(name) and entry.name not in shared
     ]
-    _raise(faults, where)
-    return sources
+    _raise(faults, where, table.family)
+    return {spec.name: sources[spec.name] for spec in table.specs}
 
 
-def _by_our_name(entries: Mapping[str, Entry], faults: _Faults) -> dict[str, Entry]:
+def _by_our_name(
+    table: TensorTable, entries: Mapping[str, Entry], faults: _Faults
+) -> dict[str, Entry]:
     named: dict[str, Entry] = {}
     for entry in entries.values():
-        name = canonical_name(entry.name)
-        why = refusal(name)
+        name = table.canonical(entry.name)
+        why = table.refusal(name)
         if why is not None:
             faults.refused.append(f"{entry.name}: {why}")
         elif name in named:
@@ -111,50 +105,68 @@ def _by_our_name(entries: Mapping[str, Entry], faults: _Faults) -> dict[str, Ent
 
 
 def _split_fused(
-    config: DeepseekV4Config, named: dict[str, Entry], faults: _Faults
+    table: TensorTable, named: dict[str, Entry], faults: _Faults
 ) -> dict[str, Source]:
     """Sources of experts that lie in one tensor per layer. Takes those tensors out of `named`."""
-    parts: dict[str, Source] = {}
-    shapes = {name: fused_shape(config, name) for name in named}
-    for name, shape in shapes.items():
-        if shape is None:
-            continue
+    found = {name: fused for name in named if (fused := table.fused(name)) is not None}
+    sources: dict[str, Source] = {}
+    for name, fused in found.items():
         entry = named.pop(name)
-        if entry.shape != shape or entry.dtype not in FLOAT_DTYPES:
-            faults.misshaped.append(_mismatch(entry, shape, FLOAT_DTYPES))
-            continue
-        _, rows, columns = shape
-        for part in fused_parts(config, name):
-            spec = TensorSpec(
+        if entry.shape == fused.shape and entry.dtype in FLOAT_DTYPES:
+            sources |= _parts(entry, fused)
+        else:
+            faults.misshaped.append(_mismatch(entry, fused.shape, FLOAT_DTYPES))
+    return sources
+
+
+def _parts(entry: Entry, fused: Fused) -> dict[str, Source]:
+    _, rows, columns = fused.shape
+    return {
+        part.name: Source(
+            spec=TensorSpec(
                 name=part.name, shape=(part.num_rows, columns), kind=TensorKind.EXPERT
-            )
-            first = (part.expert * rows + part.first_row) * columns
-            parts[part.name] = Source(
-                spec=spec, entry=entry, form=Form.FLOAT, first_item=first
-            )
-    return parts
+            ),
+            entry=entry,
+            form=Form.FLOAT,
+            first_item=(part.expert * rows + part.first_row) * columns,
+        )
+        for part in fused.parts
+    }
 
 
-def _source(spec: TensorSpec, named: dict[str, Entry], faults: _Faults) -> Source | None:
-    """The source of a tensor with an entry of its own. Takes entry and scale out of `named`."""
+def _source(
+    spec: TensorSpec, scale_name: str, named: dict[str, Entry], faults: _Faults
+) -> Source | None:
+    """The source of a tensor with an entry of its own. Takes entry and scale out of `named`.
+
+    A scale that many tensors share stays there.
+    """
     entry = named.pop(spec.name)
     form = _form(spec, entry)
     if form is None:
         faults.misshaped.append(_mismatch(entry, spec.shape, _dtypes(spec.kind)))
-        named.pop(_scale_name(spec.name), None)
+        named.pop(scale_name, None)
         return None
     if form in (Form.FLOAT, Form.INTEGER):
         return Source(spec=spec, entry=entry, form=form)
-    rows, columns = spec.shape
-    scale_shape = fp8_grid(rows, columns) if form is Form.FP8 else fp4_shapes(rows, columns)[1]
-    scale = named.pop(_scale_name(spec.name), None)
+    shape = _scale_shape(spec, form)
+    take = named.get if form is Form.FP8_SHARED else named.pop
+    scale = take(scale_name, None)
     if scale is None:
-        faults.missing.append(f"{_scale_name(spec.name)} {list(scale_shape)}")
+        faults.missing.append(f"{scale_name} {list(shape)}")
         return None
-    if scale.shape != scale_shape or scale.dtype not in SCALE_DTYPES:
-        faults.misshaped.append(_mismatch(scale, scale_shape, SCALE_DTYPES))
+    is_scalar = form is Form.FP8_SHARED and scale.shape == ()
+    if not (is_scalar or scale.shape == shape) or scale.dtype not in SCALE_DTYPES:
+        faults.misshaped.append(_mismatch(scale, shape, SCALE_DTYPES))
         return None
     return Source(spec=spec, entry=entry, form=form, scale=scale)
+
+
+def _scale_shape(spec: TensorSpec, form: Form) -> tuple[int, ...]:
+    if form is Form.FP8_SHARED:
+        return (1,)
+    rows, columns = spec.shape
+    return fp8_grid(rows, columns) if form is Form.FP8 else fp4_shapes(rows, columns)[1]
 
 
 def _form(spec: TensorSpec, entry: Entry) -> Form | None:
@@ -164,6 +176,8 @@ def _form(spec: TensorSpec, entry: Entry) -> Form | None:
         return Form.INTEGER if is_whole and entry.dtype in ("I64", "I32") else None
     if entry.dtype in FLOAT_DTYPES:
         return Form.FLOAT if is_whole else None
+    if spec.kind is TensorKind.NGRAM:
+        return Form.FP8_SHARED if is_whole and entry.dtype == FP8_DTYPE else None
     if spec.kind not in PACKED_KINDS:
         return None
     if entry.dtype == FP8_DTYPE:
@@ -178,12 +192,8 @@ def _form(spec: TensorSpec, entry: Entry) -> Form | None:
 def _dtypes(kind: TensorKind) -> tuple[str, ...]:
     if kind is TensorKind.TABLE:
         return ("I64", "I32")
-    packed = (FP8_DTYPE,) if kind in PACKED_KINDS else ()
+    packed = (FP8_DTYPE,) if kind in (*PACKED_KINDS, TensorKind.NGRAM) else ()
     return FLOAT_DTYPES + packed + (("I8 of packed FP4",) if kind is TensorKind.EXPERT else ())
-
-
-def _scale_name(name: str) -> str:
-    return name.removesuffix(".weight") + ".scale"
 
 
 def _mismatch(entry: Entry, shape: Iterable[int], dtypes: Iterable[str]) -> str:
@@ -193,10 +203,10 @@ def _mismatch(entry: Entry, shape: Iterable[int], dtypes: Iterable[str]) -> str:
     )
 
 
-def _raise(faults: _Faults, where: str) -> None:
+def _raise(faults: _Faults, where: str, family: str) -> None:
     if faults.refused:
         shown = _lines("another architecture", faults.refused)
-        raise CheckpointError(f"{where} is not a DeepSeek-V4 text model:{shown}")
+        raise CheckpointError(f"{where} is not a {family} text model:{shown}")
     lists = (faults.missing, faults.unexpected, faults.misshaped)
     if any(lists):
         sorts = zip(("missing", "unexpected", "mis-shaped"), lists, strict=True)

@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
-from cachegraph.models.deepseek_v4.tensors import (
-    TensorKind,
-    TensorSpec,
-    block_tensors,
-    canonical_name,
-)
+from cachegraph.models.deepseek_v4.tensors import block_tensors, canonical_name
+from cachegraph.models.tensor_specs import TensorKind, TensorSpec
 
 DRAFT_PREFIX = "mtp.0"
 # A config may count MTP layers that were never saved: only this tensor says that there is one.

@@ -7,12 +7,12 @@ the one that transformers 5.24 writes (`layer_types`, `mlp_layer_types`, `compre
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cachegraph.models.config_file import read_config_file
 from cachegraph.models.deepseek_v4.config import (
     DeepseekV4Config,
     LayerKind,
@@ -20,7 +20,6 @@ from cachegraph.models.deepseek_v4.config import (
 )
 from cachegraph.models.deepseek_v4.parse_rope import read_ropes
 from cachegraph.models.deepseek_v4.refuse import refusals
-from cachegraph.models.errors import ConfigError
 from cachegraph.models.fields import Fields, raise_faults
 
 Meaning = TypeVar("Meaning")
@@ -70,16 +69,7 @@ _IGNORED = (
 
 def load_config(folder: Path) -> DeepseekV4Config:
     """The config of a checkpoint folder. ConfigError where config.json is missing or unusable."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; a checkpoint folder holds config.json")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} is not JSON ({error}); download the file again") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds a {type(raw).__name__}; it must be a JSON object")
-    return parse_config(raw)
+    return parse_config(read_config_file(folder))
 
 
 def parse_config(raw: Mapping[str, object]) -> DeepseekV4Config:

@@ -8,37 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.refuse import DSPARK, VISION
-
-Shape = tuple[int, ...]
-
-
-class TensorKind(StrEnum):
-    """What a tensor is, which decides what it may be stored as."""
-
-    PARAMETER = "parameter"  # norms, sinks, biases, hyper-connections: float, never packed
-    FLOAT_MATRIX = (
-        "float_matrix"  # embedding, head, router, compressors: float, published bf16
-    )
-    MATRIX = "matrix"  # dense projections: float, or FP8 with block scales
-    EXPERT = "expert"  # one expert's matrix: float, FP8, or FP4 with scales per 32
-    TABLE = "table"  # token-to-expert table: integers
-
-
-PACKED_KINDS = (TensorKind.MATRIX, TensorKind.EXPERT)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """One tensor of the model, as the builder reads it (one expert's matrix at a time)."""
-
-    name: str
-    shape: Shape
-    kind: TensorKind
+from cachegraph.models.tensor_specs import FusedPart, Shape, TensorKind, TensorSpec
 
 
 def tensor_table(config: DeepseekV4Config) -> tuple[TensorSpec, ...]:
@@ -131,11 +104,11 @@ def _feed_forward(config: DeepseekV4Config, layer: int, prefix: str) -> Iterator
     hidden, experts = config.hidden_size, config.num_experts
     yield _spec(f"{prefix}gate.weight", TensorKind.FLOAT_MATRIX, experts, hidden)
     if config.is_hash(layer):
-        yield _spec(
-            f"{prefix}gate.tid2eid",
-            TensorKind.TABLE,
-            config.vocab_size,
-            config.experts_per_token,
+        yield TensorSpec(
+            name=f"{prefix}gate.tid2eid",
+            shape=(config.vocab_size, config.experts_per_token),
+            kind=TensorKind.TABLE,
+            below=experts,
         )
     else:
         yield _spec(f"{prefix}gate.bias", TensorKind.PARAMETER, experts)
@@ -223,14 +196,9 @@ def _rename(name: str) -> str:
     return f"layers.{layer[1]}.{_LAYER_ALIASES.get(layer[2], layer[2])}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedPart:
-    """Where one expert's matrix lies in a tensor [experts, rows, columns] of all experts."""
-
-    name: str
-    expert: int
-    first_row: int
-    num_rows: int
+def scale_name(spec: TensorSpec) -> str:
+    """Canonical name of a packed tensor's scales."""
+    return spec.name.removesuffix(".weight") + ".scale"
 
 
 def fused_shape(config: DeepseekV4Config, name: str) -> Shape | None:

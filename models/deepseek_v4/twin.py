@@ -17,11 +17,7 @@ import numpy.typing as npt
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.twin_parts import (
-    Choice,
     CompressorRun,
-    Floats,
-    Ids,
-    Tensors,
     attend,
     choose_blocks,
     compress,
@@ -31,10 +27,10 @@ from cachegraph.models.deepseek_v4.twin_parts import (
     hyper_weights,
     inverse_frequencies,
     mix_experts,
-    rms_norm,
     rotate,
     route,
 )
+from cachegraph.models.twin_tools import Choice, Floats, Ids, Tensors, rms_norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.twin import LayerRun, run_layer
-from cachegraph.models.deepseek_v4.twin_parts import Floats, Ids, Tensors, hyper_head, rms_norm
+from cachegraph.models.deepseek_v4.twin_parts import hyper_head
+from cachegraph.models.twin_tools import Floats, Ids, Tensors, rms_norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

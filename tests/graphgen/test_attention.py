@@ -25,8 +25,8 @@ from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
 from cachegraph.models.deepseek_v4.contract import contract, ladder, planner_specs
 from cachegraph.models.deepseek_v4.twin import AttentionRun, run_attention
-from cachegraph.models.deepseek_v4.twin_parts import Tensors
 from cachegraph.models.export_options import ExportOptions, RowRead, RowWrite, Select
+from cachegraph.models.twin_tools import Tensors
 
 pytestmark = pytest.mark.r2
 

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Rotar
 
 from cachegraph.graphgen.weights.dequant import decode_scales, dequantize_fp8
 from cachegraph.graphgen.weights.reader import open_checkpoint
+from cachegraph.models.deepseek_v4.checkpoint import checkpoint_table
 from cachegraph.models.deepseek_v4.parse import load_config, parse_config
 from cachegraph.models.deepseek_v4.presets import PRESETS
 from cachegraph.models.deepseek_v4.rope import inverse_frequencies
@@ -36,7 +37,7 @@ def test_random_checkpoints_load_without_a_word_and_come_back(tmp_path: Path, na
     model.save_pretrained(tmp_path / "theirs")
     config, saved = load_config(folder), load_config(tmp_path / "theirs")
     assert saved == config
-    checkpoint = open_checkpoint(tmp_path / "theirs", saved)
+    checkpoint = open_checkpoint(tmp_path / "theirs", checkpoint_table(saved))
     for wanted_name, wanted in tiny.random_tensors(config, 3).items():
         np.testing.assert_array_equal(checkpoint.read(wanted_name), wanted, wanted_name)
 

@@ -1,4 +1,4 @@
-"""The independent framework that answers are compared with: transformers' DeepSeek-V4.
+"""The independent framework that answers are compared with: transformers.
 
 Owns loading (one model per folder, one torch thread) and two precisions: float32 as people run
 it, and float64 throughout, for comparing equations rather than rounding. Knows nothing of
@@ -7,6 +7,7 @@ cachegraph.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +20,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.numpy import load_file
-from transformers import DeepseekV4ForCausalLM, modeling_rope_utils
+from transformers import (
+    DeepseekV4ForCausalLM,
+    PreTrainedModel,
+    Qwen4ExpForCausalLM,
+    modeling_rope_utils,
+)
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
+from transformers.models.qwen4_exp import modeling_qwen4_exp
 
 # Two best logits nearer than this may swap between frameworks.
 CLOSE_CALL = 1e-3
 
-# Spellings that transformers 5.24 writes and the published checkpoints do not have.
+_MODELS = {"deepseek_v4": DeepseekV4ForCausalLM, "qwen4_exp_text": Qwen4ExpForCausalLM}
+
+# Spellings of DeepSeek-V4 that transformers 5.24 writes and the published checkpoints do not have.
 _RESPELLED = (
     ("embed_tokens.weight", "embed.weight"),
     ("hc_head.hc_", "hc_head_"),
@@ -33,22 +42,32 @@ _RESPELLED = (
 )
 
 
-def oracle_logits(folder: str | Path, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Logits [T, vocab] of a whole text, float32, without a cache."""
-    return _logits(_model(str(folder)), tokens).float().numpy()
+Positions = npt.NDArray[np.integer]
 
 
-def oracle_logits64(folder: str | Path, tokens: Sequence[int]) -> npt.NDArray[np.float64]:
+def oracle_logits(
+    folder: str | Path, tokens: Sequence[int], positions: Positions | None = None
+) -> npt.NDArray[np.float32]:
+    """Logits [T, vocab] of a whole text, float32, without a cache.
+
+    positions [T, 3]: t, y and x of each token, for families that have them.
+    """
+    return _logits(_model(str(folder)), tokens, positions).float().numpy()
+
+
+def oracle_logits64(
+    folder: str | Path, tokens: Sequence[int], positions: Positions | None = None
+) -> npt.NDArray[np.float64]:
     """The same with every weight, frequency and step in float64."""
     model = _model64(str(folder))
     with _double_precision():
-        return _logits(model, tokens).numpy()
+        return _logits(model, tokens, positions).numpy()
 
 
 def oracle_caches64(
     folder: str | Path, tokens: Sequence[int]
 ) -> list[dict[str, npt.NDArray[np.float64]]]:
-    """What the framework's caches hold after a whole text, float64, for each layer.
+    """What the framework's caches of DeepSeek-V4 hold after a whole text, float64, for each layer.
 
     raw: the last rows it keeps. compressor, indexer: finished rows. compressor_kv,
     compressor_gate and the same of the indexer: the tokens of the unfinished block, without
@@ -65,6 +84,29 @@ def oracle_caches64(
             rows[f"{name}_kv"] = layer.buffer_kv[name][0]
             rows[f"{name}_gate"] = layer.buffer_gate[name][0]
         held.append({name: tensor.numpy() for name, tensor in rows.items()})
+    return held
+
+
+def oracle_states64(
+    folder: str | Path, tokens: Sequence[int], positions: Positions | None = None
+) -> list[dict[str, npt.NDArray[np.float64]]]:
+    """What the framework's caches of Qwen4-Exp hold after a whole text, float64, for each layer.
+
+    Attention: keys and values [KV, T, W], index [T, W]. Gated delta layers: conv [channels,
+    kernel], recurrent [H, dk, dv], and with an n-gram embedding ngram_conv [channels, history].
+    """
+    model = _model64(str(folder))
+    with _double_precision(), torch.inference_mode():
+        out = model(**_inputs(tokens, positions), use_cache=True)
+    held = []
+    for layer in out.cache.layers:
+        if hasattr(layer, "keys"):
+            rows = {"keys": layer.keys, "values": layer.values, "index": layer.indexer_keys}
+        else:
+            rows = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+            if layer.conv_states.get(1) is not None:
+                rows["ngram_conv"] = layer.conv_states[1]
+        held.append({name: tensor[0].numpy() for name, tensor in rows.items()})
     return held
 
 
@@ -105,38 +147,45 @@ def oracle_greedy(folder: str | Path, prompt_ids: Sequence[int], n: int) -> Gree
 def published_weights(folder: str | Path) -> dict[str, npt.NDArray[Any]]:
     """Every tensor of an unquantised checkpoint by published name: float64, integers int64."""
     arrays: dict[str, npt.NDArray[Any]] = {}
+    respelled = _RESPELLED if _model_type(folder) == "deepseek_v4" else ()
     for path in sorted(Path(folder).glob("*.safetensors")):
         for name, array in load_file(path).items():
             kind = np.int64 if array.dtype.kind == "i" else np.float64
-            arrays[_published(name)] = array.astype(kind)
+            name = name.removeprefix("model.")
+            for written, published in respelled:
+                name = name.replace(written, published)
+            arrays[name] = array.astype(kind)
     return arrays
 
 
-def _published(name: str) -> str:
-    name = name.removeprefix("model.")
-    for written, published in _RESPELLED:
-        name = name.replace(written, published)
-    return name
+def _model_type(folder: str | Path) -> str:
+    return json.loads((Path(folder) / "config.json").read_text("utf-8"))["model_type"]
 
 
 @lru_cache(maxsize=8)
-def _model(folder: str) -> DeepseekV4ForCausalLM:
+def _model(folder: str) -> PreTrainedModel:
     torch.set_num_threads(1)
-    return DeepseekV4ForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).eval()
+    return (
+        _MODELS[_model_type(folder)]
+        .from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+        .eval()
+    )
 
 
 @lru_cache(maxsize=8)
-def _model64(folder: str) -> DeepseekV4ForCausalLM:
+def _model64(folder: str) -> PreTrainedModel:
     with _double_precision():
         model = _model.__wrapped__(folder).double()
         for part in model.modules():
             if isinstance(part, modeling_deepseek_v4.DeepseekV4RotaryEmbedding):
                 _recompute_frequencies(part)
+            if isinstance(part, modeling_qwen4_exp.Qwen4ExpTextRotaryEmbedding):
+                part.inv_freq.copy_(part.compute_default_rope_parameters(part.config)[0])
     return model
 
 
@@ -164,19 +213,30 @@ def _double_precision() -> Iterator[None]:
     """The model's code asks for float32 in norms, softmax and RoPE; here it gets float64."""
     with (
         mock.patch.object(modeling_deepseek_v4, "torch", _DoubleTorch()),
+        mock.patch.object(modeling_qwen4_exp, "torch", _DoubleTorch()),
         mock.patch.object(modeling_rope_utils, "torch", _DoubleTorch()),
         mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
     ):
         yield
 
 
-@torch.inference_mode()
-def _logits(model: DeepseekV4ForCausalLM, tokens: Sequence[int]) -> torch.Tensor:
-    return model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+def _inputs(tokens: Sequence[int], positions: Positions | None) -> dict[str, torch.Tensor]:
+    """One sequence as the model takes it; positions [T, 3] -> [3, 1, T]."""
+    ids = {"input_ids": torch.tensor([list(tokens)])}
+    if positions is None:
+        return ids
+    return {**ids, "position_ids": torch.tensor(positions.T[:, None, :])}
 
 
 @torch.inference_mode()
-def _draft(model: DeepseekV4ForCausalLM, prompt_ids: Sequence[int], n: int) -> list[int]:
+def _logits(
+    model: PreTrainedModel, tokens: Sequence[int], positions: Positions | None = None
+) -> torch.Tensor:
+    return model(**_inputs(tokens, positions), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def _draft(model: PreTrainedModel, prompt_ids: Sequence[int], n: int) -> list[int]:
     drafted: list[int] = []
     feed, cache = list(prompt_ids), None
     for _ in range(n):

@@ -20,15 +20,17 @@ from cachegraph.graphgen.weights.dequant import (
     fp4_shapes,
     fp8_grid,
 )
-from cachegraph.graphgen.weights.files import SINGLE
+from cachegraph.graphgen.weights.files import SINGLE, read_folder
 from cachegraph.graphgen.weights.match import Form
-from cachegraph.graphgen.weights.reader import holds_draft, open_checkpoint
+from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.models import shipped
+from cachegraph.models.deepseek_v4.checkpoint import checkpoint_table
 from cachegraph.models.deepseek_v4.config import LayerKind
-from cachegraph.models.deepseek_v4.draft_tensors import draft_table
+from cachegraph.models.deepseek_v4.draft_tensors import draft_table, has_draft
 from cachegraph.models.deepseek_v4.parse import load_config
-from cachegraph.models.deepseek_v4.tensors import TensorKind, expert_name, tensor_table
+from cachegraph.models.deepseek_v4.tensors import expert_name, tensor_table
 from cachegraph.models.errors import CheckpointError
+from cachegraph.models.tensor_specs import TensorKind
 
 pytestmark = pytest.mark.r0
 
@@ -99,7 +101,7 @@ def table(config, with_draft):
 
 
 def check(folder: Path, config, wanted, with_draft=False) -> None:
-    checkpoint = open_checkpoint(folder, config, with_draft=with_draft)
+    checkpoint = open_checkpoint(folder, checkpoint_table(config, with_draft=with_draft))
     names = [spec.name for spec in table(config, with_draft)]
     assert [spec.name for spec in checkpoint.specs] == names
     for spec in checkpoint.specs:
@@ -119,7 +121,7 @@ def test_random_tiny_checkpoints_match_their_config(tmp_path: Path, name):
 
 def test_the_shipped_checkpoint_matches_its_config():
     folder = shipped.resolve("tiny:deepseek_v4")
-    checkpoint = open_checkpoint(folder, load_config(folder))
+    checkpoint = open_checkpoint(folder, checkpoint_table(load_config(folder)))
     assert len(checkpoint.specs) == 314
     assert "layers.0.attn.kv_norm.weight" in checkpoint
 
@@ -153,7 +155,7 @@ def test_packed_forms(tmp_path: Path, scale_dtype, scale_leaf, experts, num_shar
     else:
         write_sharded(tmp_path, tensors, num_shards)
     check(tmp_path, PACKED, wanted)
-    checkpoint = open_checkpoint(tmp_path, PACKED)
+    checkpoint = open_checkpoint(tmp_path, checkpoint_table(PACKED))
     assert checkpoint.form("layers.0.attn.wkv.weight") is Form.FP8
     assert checkpoint.form(expert_name(0, 1, "w2")) is experts
 
@@ -163,10 +165,10 @@ def test_a_packed_mtp_block(tmp_path: Path, prefix):
     """Packed as the main layers are; left out unless it is asked for."""
     tensors, wanted = packed_tensors(PACKED, with_draft=True)
     write_file(tmp_path / SINGLE, {prefix + name: array for name, array in tensors.items()})
-    assert holds_draft(tmp_path)
+    assert has_draft(read_folder(tmp_path))
     check(tmp_path, PACKED, wanted, with_draft=True)
     check(tmp_path, PACKED, wanted)
-    checkpoint = open_checkpoint(tmp_path, PACKED, with_draft=True)
+    checkpoint = open_checkpoint(tmp_path, checkpoint_table(PACKED, with_draft=True))
     assert checkpoint.form("mtp.0.h_proj.weight") is Form.FP8
     assert checkpoint.form("mtp.0.ffn.experts.2.w3.weight") is Form.FP4
 
@@ -180,9 +182,9 @@ def test_a_damaged_mtp_block_is_one_list_of_faults(tmp_path: Path):
     tensors["mtp.0.zebra"] = plain(np.zeros(1, np.float32))
     tensors["mtp.0.e_proj.weight"] = plain(np.zeros((40, 80), np.float32))
     write_file(tmp_path / SINGLE, tensors)
-    open_checkpoint(tmp_path, SMALL)
+    open_checkpoint(tmp_path, checkpoint_table(SMALL))
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(tmp_path, SMALL, with_draft=True)
+        open_checkpoint(tmp_path, checkpoint_table(SMALL, with_draft=True))
     for fact in (
         "mtp.0.hnorm.weight [40]",
         "mtp.0.zebra",
@@ -194,7 +196,7 @@ def test_a_damaged_mtp_block_is_one_list_of_faults(tmp_path: Path):
 def test_a_block_without_its_projection_is_none(tmp_path: Path):
     """What the config counts proves nothing, nor does another part of the block."""
     write_file(tmp_path / SINGLE, {"mtp.0.hnorm.weight": plain(np.zeros(40, np.float32))})
-    assert not holds_draft(tmp_path)
+    assert not has_draft(read_folder(tmp_path))
 
 
 RESPELLED = (
@@ -263,7 +265,7 @@ def test_all_faults_come_at_once(tmp_path: Path):
     tensors["layers.0.attn_norm.weight"] = stored("F8_E4M3", np.zeros(40, np.uint8))
     write_file(tmp_path / SINGLE, tensors)
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(tmp_path, SMALL)
+        open_checkpoint(tmp_path, checkpoint_table(SMALL))
     text = str(caught.value)
     assert str(tmp_path) in text
     for fact in (
@@ -286,7 +288,7 @@ def test_all_faults_come_at_once(tmp_path: Path):
 def test_long_lists_are_cut_and_counted(tmp_path: Path):
     write_file(tmp_path / SINGLE, {"norm.weight": plain(np.zeros(40, np.float32))})
     with pytest.raises(CheckpointError, match=r"missing \(243\)(?s:.)*\.\.\. and 223 more"):
-        open_checkpoint(tmp_path, SMALL)
+        open_checkpoint(tmp_path, checkpoint_table(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_scales_and_packed_bytes_are_checked(tmp_path: Path, name, value, fact):
     tensors[name] = value
     write_file(tmp_path / SINGLE, tensors)
     with pytest.raises(CheckpointError, match=fact):
-        open_checkpoint(tmp_path, PACKED)
+        open_checkpoint(tmp_path, checkpoint_table(PACKED))
 
 
 def test_fused_experts_are_checked(tmp_path: Path):
@@ -326,7 +328,7 @@ def test_fused_experts_are_checked(tmp_path: Path):
     with pytest.raises(
         CheckpointError, match=r"down_proj is F32 \[7, 22, 40\], wanted \[7, 40"
     ):
-        open_checkpoint(tmp_path, SMALL)
+        open_checkpoint(tmp_path, checkpoint_table(SMALL))
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path, name, fact):
     del tensors["norm.weight"]
     write_file(tmp_path / SINGLE, tensors)
     with pytest.raises(CheckpointError, match=fact) as caught:
-        open_checkpoint(tmp_path, SMALL)
+        open_checkpoint(tmp_path, checkpoint_table(SMALL))
     assert name in str(caught.value)
     assert "missing" not in str(caught.value)
 
@@ -353,7 +355,7 @@ def test_a_nan_scale_names_its_tensor(tmp_path: Path):
     tensors, _ = packed_tensors(PACKED)
     tensors["layers.1.attn.wo_a.scale"] = stored("F8_E8M0", np.full((1, 1), 255, np.uint8))
     write_file(tmp_path / SINGLE, tensors)
-    checkpoint = open_checkpoint(tmp_path, PACKED)
+    checkpoint = open_checkpoint(tmp_path, checkpoint_table(PACKED))
     checkpoint.read("layers.0.attn.wo_a.weight")
     with pytest.raises(CheckpointError, match=r"layers\.1\.attn\.wo_a\.scale: 1 of 1"):
         checkpoint.read("layers.1.attn.wo_a.weight")
@@ -366,16 +368,14 @@ def test_a_table_that_names_no_expert(tmp_path: Path, wrong):
     table[5, 1] = wrong
     tensors["layers.0.ffn.gate.tid2eid"] = plain(table)
     write_file(tmp_path / SINGLE, tensors)
-    with pytest.raises(
-        CheckpointError, match=r"tid2eid names experts .*; the model has 0 to 6"
-    ):
-        open_checkpoint(tmp_path, SMALL).read("layers.0.ffn.gate.tid2eid")
+    with pytest.raises(CheckpointError, match=r"tid2eid holds .*, wanted 0 to 6"):
+        open_checkpoint(tmp_path, checkpoint_table(SMALL)).read("layers.0.ffn.gate.tid2eid")
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path):
     write_file(tmp_path / SINGLE, float_tensors(SMALL))
     with pytest.raises(CheckpointError, match=r"no tensor 'layers\.0\.zebra'"):
-        open_checkpoint(tmp_path, SMALL).read("layers.0.zebra")
+        open_checkpoint(tmp_path, checkpoint_table(SMALL)).read("layers.0.zebra")
 
 
 def test_reading_one_by_one_holds_little_memory(tmp_path: Path):
@@ -392,7 +392,7 @@ def test_reading_one_by_one_holds_little_memory(tmp_path: Path):
         folder = tmp_path / str(config.hidden_size) / str(config.num_heads)
         write_file(folder / SINGLE, packed_tensors(config)[0])
         largest = max(prod(spec.shape) for spec in tensor_table(config)) * 4
-        checkpoint = open_checkpoint(folder, config)
+        checkpoint = open_checkpoint(folder, checkpoint_table(config))
         tracemalloc.start()
         for spec in checkpoint.specs:
             checkpoint.read(spec.name)

@@ -23,13 +23,9 @@ from cachegraph.models.deepseek_v4.draft_contract import (
 from cachegraph.models.deepseek_v4.draft_tensors import draft_table, has_draft
 from cachegraph.models.deepseek_v4.parse import parse_config
 from cachegraph.models.deepseek_v4.presets import PRESETS, preset_config
-from cachegraph.models.deepseek_v4.tensors import (
-    PACKED_KINDS,
-    TensorKind,
-    canonical_name,
-    tensor_table,
-)
+from cachegraph.models.deepseek_v4.tensors import canonical_name, tensor_table
 from cachegraph.models.planner_specs import dims
+from cachegraph.models.tensor_specs import PACKED_KINDS, TensorKind
 
 pytestmark = pytest.mark.r0
 

@@ -9,7 +9,6 @@ from support import tiny
 
 from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.deepseek_v4.tensors import (
-    TensorKind,
     canonical_name,
     expert_name,
     fused_parts,
@@ -18,6 +17,7 @@ from cachegraph.models.deepseek_v4.tensors import (
     refusal,
     tensor_table,
 )
+from cachegraph.models.tensor_specs import TensorKind
 
 pytestmark = pytest.mark.r0
 

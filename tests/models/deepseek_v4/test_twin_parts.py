@@ -9,14 +9,13 @@ import pytest
 
 from cachegraph.models.deepseek_v4.config import Rope
 from cachegraph.models.deepseek_v4.twin_parts import (
-    Tensors,
     attend,
-    choose,
     inverse_frequencies,
     rotate,
     sinkhorn,
 )
 from cachegraph.models.errors import CheckpointError
+from cachegraph.models.twin_tools import Tensors, choose
 
 pytestmark = pytest.mark.r0
 
