@@ -6,7 +6,7 @@ keys of new pools, which are made from raw ones. Equations: specs of Qwen4-Exp, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
@@ -188,56 +188,65 @@ class Attention(nn.Module):
         columns: ir.Value,
         is_seen: ir.Value,
     ) -> ir.Value:
-        """Attention to all exposed rows of a stream, those not chosen masked, and to the tail."""
-        config = self.config
-        pool, shared, width = config.index_ratio, config.num_kv_heads, config.head_dim
-        heads = config.num_heads
-        flat = shared * width
-        grouped = op.Reshape(q, [-1, shared, heads // shared, width])
-        lead = op.Concat(sizes.streams, [-1, flat], axis=0)
-        split = op.Concat(sizes.streams, [-1, shared, width], axis=0)
-        keys, values, late_keys, late_values = (
-            op.Reshape(self.ops.read_rows(op, written[kind], rows, flat, size), shape)
-            for rows, size, shape in (
-                (step.plan.pool_idxs, lead, split),
-                (step.plan.tail_idxs, [-1, pool - 1, flat], [-1, pool - 1, shared, width]),
-            )
-            for kind in (CacheKind.KEYS, CacheKind.VALUES)
+        """Attention to all exposed rows of a stream, those not chosen masked, and to the tail.
+
+        Heads that share keys stand in front: [kv, T, g, ...] is [kv, S, P*g, ...] of the streams.
+        """
+        shared, width = self.config.num_kv_heads, self.config.head_dim
+        groups, late_rows = self.config.num_heads // shared, self.config.index_ratio - 1
+        by_token = [shared, -1, groups]
+        by_stream = op.Concat([shared], sizes.streams, [-1, width], axis=0)
+        num_rows = op.Mul(step.num_pools, [self.config.index_ratio])
+        keys, values = self._exposed(
+            op,
+            written,
+            step.plan.pool_idxs,
+            op.Concat(sizes.streams, [-1, shared * width], axis=0),
+            op.Concat(sizes.streams, [-1, shared, width], axis=0),
         )
-        # Exposed rows are shared by a stream: [S, kv, P*g, hd] against [S, kv, hd, NG*G].
-        by_stream = op.Concat(sizes.streams, [-1, shared, heads // shared, width], axis=0)
-        wide = op.Transpose(op.Reshape(grouped, by_stream), perm=[0, 2, 1, 3, 4])
-        wide = op.Reshape(wide, op.Concat(sizes.streams, [shared, -1, width], axis=0))
-        scores = op.MatMul(wide, op.Transpose(keys, perm=[0, 2, 3, 1]))
-        num_rows = op.Mul(step.num_pools, [pool])
-        back = op.Concat(sizes.streams, [shared, -1, heads // shared], num_rows, axis=0)
-        scores = op.Transpose(op.Reshape(scores, back), perm=[0, 2, 1, 3, 4])
-        per_token = op.Concat([-1, shared, heads // shared], num_rows, axis=0)
-        scores = op.Reshape(scores, per_token)  # [T, kv, g, NG*G]
-        bias = self._chosen_bias(op, step, sizes, columns, is_seen)
-        late = op.MatMul(grouped, op.Transpose(late_keys, perm=[0, 2, 3, 1]))
-        late = op.Add(op.Mul(late, width**-0.5), op.Unsqueeze(step.tail_bias, [1, 2]))
-        scores = op.Add(op.Mul(scores, width**-0.5), op.Unsqueeze(bias, [1, 2]))
-        weights = op.Softmax(op.Concat(scores, late, axis=-1), axis=-1)
+        late_keys, late_values = self._exposed(
+            op,
+            written,
+            step.plan.tail_idxs,
+            [-1, late_rows, shared * width],
+            [-1, late_rows, shared, width],
+        )
+        grouped = op.Transpose(op.Reshape(q, [-1, *by_token[::2], width]), perm=[1, 0, 2, 3])
+        scores = op.MatMul(
+            op.Reshape(grouped, by_stream), op.Transpose(keys, perm=[0, 1, 3, 2])
+        )  # [kv, S, P*g, NG*G]
+        scores = op.Reshape(scores, op.Concat(by_token, num_rows, axis=0))
+        late = op.MatMul(grouped, op.Transpose(late_keys, perm=[0, 1, 3, 2]))
+        bias = op.Concat(
+            self._chosen_bias(op, step, sizes, columns, is_seen), step.tail_bias, axis=1
+        )
+        scores = op.Mul(op.Concat(scores, late, axis=-1), width**-0.5)
+        weights = op.Softmax(op.Add(scores, op.Unsqueeze(bias, [0, 2])), axis=-1)
         early, late = op.Split(
-            weights, op.Concat(num_rows, [pool - 1], axis=0), axis=-1, _outputs=2
+            weights, op.Concat(num_rows, [late_rows], axis=0), axis=-1, _outputs=2
         )
-        early = op.Reshape(
-            early, op.Concat(sizes.streams, [-1, shared, heads // shared], num_rows, axis=0)
-        )
-        early = op.Reshape(
-            op.Transpose(early, perm=[0, 2, 1, 3, 4]),
-            op.Concat(sizes.streams, [shared, -1], num_rows, axis=0),
-        )
-        mixed = op.MatMul(early, op.Transpose(values, perm=[0, 2, 1, 3]))
-        mixed = op.Reshape(
-            mixed, op.Concat(sizes.streams, [shared, -1, heads // shared, width], axis=0)
-        )
-        mixed = op.Reshape(
-            op.Transpose(mixed, perm=[0, 2, 1, 3, 4]), [-1, shared, heads // shared, width]
-        )
-        mixed = op.Add(mixed, op.MatMul(late, op.Transpose(late_values, perm=[0, 2, 1, 3])))
-        return op.Reshape(mixed, [-1, heads, width])
+        early = op.Reshape(early, op.Concat([shared], sizes.streams, [-1], num_rows, axis=0))
+        mixed = op.Reshape(op.MatMul(early, values), [*by_token, width])
+        mixed = op.Add(mixed, op.MatMul(late, late_values))
+        mixed = op.Transpose(mixed, perm=[1, 0, 2, 3])  # [T, kv, g, hd]
+        return op.Reshape(mixed, [-1, self.config.num_heads, width])
+
+    def _exposed(
+        self,
+        op: OpBuilder,
+        written: Mapping[CacheKind, Stored],
+        rows: ir.Value,
+        flat: ir.Value | list[int],
+        split: ir.Value | list[int],
+    ) -> Iterator[ir.Value]:
+        """Keys, then values of rows [n, count]: [kv, n, count, hd].
+
+        flat, split: their shapes [n, count, kv*hd] and [n, count, kv, hd].
+        """
+        width = self.config.num_kv_heads * self.config.head_dim
+        for kind in (CacheKind.KEYS, CacheKind.VALUES):
+            read = self.ops.read_rows(op, written[kind], rows, width, flat)
+            yield op.Transpose(op.Reshape(read, split), perm=[2, 0, 1, 3])
 
     def _chosen_bias(
         self,

@@ -7,7 +7,8 @@ from itertools import product
 import onnx
 import pytest
 from support import graphs
-from support.bundles import Bundles
+from support.bundles import Bundles, with_capacity
+from support.qwen4_exp import CONFIGS as QWEN_CONFIGS
 from support.tiny import CONFIGS
 
 from cachegraph.graphgen.freeze import freeze
@@ -21,19 +22,23 @@ pytestmark = pytest.mark.r1
 def graph_and_caches(
     bundles: Bundles, name: str = "mixed", **choices: object
 ) -> tuple[onnx.ModelProto, dict[str, str], Manifest]:
-    folder = bundles.bundle(bundles.checkpoint(name), **choices)
+    make = bundles.qwen_checkpoint if name in QWEN_CONFIGS else bundles.checkpoint
+    folder = bundles.bundle(make(name), **choices)
     manifest = read_manifest(folder)
     caches = {spec.name: spec.out_name for spec in manifest.contract.caches}
     return graphs.load(folder / manifest.template), caches, manifest
 
 
-@pytest.mark.parametrize(("name", "dialect"), list(product(CONFIGS, Dialect)))
+@pytest.mark.parametrize(
+    ("name", "dialect"), list(product((*CONFIGS, *QWEN_CONFIGS), Dialect))
+)
 def test_templates(bundles: Bundles, name: str, dialect: Dialect) -> None:
     model, caches, _ = graph_and_caches(bundles, name, dialect=dialect)
     assert len(caches) > 0
     assert graphs.alias_hazards(model, caches) == []
 
 
+@pytest.mark.parametrize("name", ["mixed", "six"])
 @pytest.mark.parametrize(
     "choices",
     [
@@ -45,9 +50,24 @@ def test_templates(bundles: Bundles, name: str, dialect: Dialect) -> None:
     ],
     ids=str,
 )
-def test_lowerings(bundles: Bundles, choices: dict[str, object]) -> None:
-    model, caches, _ = graph_and_caches(bundles, **choices)
+def test_lowerings(bundles: Bundles, name: str, choices: dict[str, object]) -> None:
+    model, caches, _ = graph_and_caches(bundles, name, **choices)
     assert graphs.alias_hazards(model, caches) == []
+
+
+def test_the_fused_rule(bundles: Bundles) -> None:
+    choices = {"dialect": Dialect.ORT, "capacity": with_capacity(rewind=0)}
+    model, caches, _ = graph_and_caches(bundles, "ngrams", **choices)
+    assert graphs.alias_hazards(model, caches) == []
+
+
+def test_static_hybrid_graphs(bundles: Bundles) -> None:
+    model, caches, manifest = graph_and_caches(bundles, "ngrams")
+    for bucket in (
+        Bucket(streams=1, step=1, context=manifest.ladder.contexts[0]),
+        Bucket(streams=2, step=4, context=manifest.ladder.contexts[-1]),
+    ):
+        assert graphs.alias_hazards(freeze(model, manifest.dims(bucket)), caches) == []
 
 
 @pytest.mark.parametrize("closing", [False, True])
@@ -58,10 +78,16 @@ def test_static_graphs(bundles: Bundles, closing: bool) -> None:
     assert graphs.alias_hazards(freeze(model, manifest.dims(bucket)), caches) == []
 
 
-@pytest.mark.parametrize("cache", ["cache.1.raw", "cache.1.csa", "cache.2.hca", "cache.1.lid"])
-def test_a_read_of_the_old_rows_is_found(bundles: Bundles, cache: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        *(("mixed", f"cache.{kind}") for kind in ("1.raw", "1.csa", "2.hca", "1.lid")),
+        *(("plain", f"cache.3.{kind}") for kind in ("keys", "values", "index", "pooled")),
+    ],
+)
+def test_a_read_of_the_old_rows_is_found(bundles: Bundles, name: str, cache: str) -> None:
     """Broken on purpose: the attention reads the cache input in place of what was written."""
-    model, caches, _ = graph_and_caches(bundles)
+    model, caches, _ = graph_and_caches(bundles, name)
     (reader, *_) = [
         node for node in graphs.nodes(model, "Gather") if node.input[0] == caches[cache]
     ]
@@ -82,3 +108,14 @@ def test_a_state_write_that_does_not_wait_is_found(bundles: Bundles, cache: str)
     kept.input[0] = rows
     hazard = graphs.Hazard(cache, maker[carried].name)
     assert graphs.alias_hazards(model, caches) == [hazard]
+
+
+@pytest.mark.parametrize("kind", ["ngram_state", "conv_state", "recurrent_state"])
+def test_a_recurrent_write_that_does_not_wait_is_found(bundles: Bundles, kind: str) -> None:
+    """Broken on purpose: the kept states are cut loose from the state before the step."""
+    model, caches, _ = graph_and_caches(bundles, "plain")
+    cache = f"cache.1.{kind}"
+    (reader,) = [n for n in graphs.consumers(model)[cache] if n.op_type == "Gather"]
+    (write,) = [n for n in model.graph.node if caches[cache] in n.output]
+    write.input[2] = "cut.loose"
+    assert graphs.alias_hazards(model, caches) == [graphs.Hazard(cache, reader.name)]

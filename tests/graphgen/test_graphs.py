@@ -1,4 +1,7 @@
-"""Every tiny config builds in both dialects, and its graphs keep the rules of the profile."""
+"""Every tiny config builds in both dialects, and its graphs keep the rules of the profile.
+
+Of every family: what differs between families stands in tables at the top.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ import numpy as np
 import onnx
 import pytest
 from support import graphs
-from support.bundles import BLOCKS, Bundles
+from support.bundles import BLOCKS, QWEN_BLOCKS, Bundles, with_capacity
+from support.qwen4_exp import CONFIGS as QWEN_CONFIGS
 from support.tiny import CONFIGS
 
 from cachegraph.graphgen.freeze import freeze
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
-from cachegraph.models.deepseek_v4.contract import contract
-from cachegraph.models.deepseek_v4.serial import from_dict
+from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.deepseek_v4 import contract as deepseek_contract
+from cachegraph.models.deepseek_v4 import serial as deepseek_serial
 from cachegraph.models.export_options import (
     Dialect,
     Experts,
@@ -31,6 +35,8 @@ from cachegraph.models.export_options import (
     WeightType,
 )
 from cachegraph.models.manifest import Manifest, read_manifest
+from cachegraph.models.qwen4_exp import contract as qwen_contract
+from cachegraph.models.qwen4_exp import serial as qwen_serial
 
 pytestmark = pytest.mark.r1
 
@@ -41,6 +47,15 @@ PORTABLE = """
     ScatterElements ScatterND Shape Sigmoid Sin Softmax Softplus Split Sqrt Squeeze Sub TopK
     Transpose Unsqueeze Where
 """
+# Those that only one family needs: roots and signs of n-gram gates, decays of recurrent states.
+OF_FAMILY = {
+    "deepseek_v4": "",
+    "qwen4_exp": "Abs CumSum Equal Exp GreaterOrEqual Max Mod Sign Slice",
+}
+MODELS = [
+    *(("deepseek_v4", name) for name in CONFIGS),
+    *(("qwen4_exp", name) for name in QWEN_CONFIGS),
+]
 SIZE_OPS = {"Shape", "Range", "ReduceProd", "NonZero", "Constant"}
 BY_WEIGHTS = {
     (Dialect.PORTABLE, WeightType.F32): set(),
@@ -56,6 +71,7 @@ BY_WEIGHTS = {
         ("com.microsoft", "QMoE"),
     },
 }
+FUSED_RULE = {("com.microsoft", "LinearAttention")}  # where no snapshots are kept
 LOWERED = {
     "gather=elements": ({"gather": RowRead.ELEMENTS}, set()),
     "gather=nd": ({"gather": RowRead.ND}, {("", "GatherND")}),
@@ -75,9 +91,23 @@ class Built:
     frozen: tuple[tuple[Bucket, onnx.ModelProto], ...] = ()
 
     @property
-    def config(self) -> DeepseekV4Config:
-        """The model's config."""
-        return from_dict(self.manifest.config)
+    def contract(self) -> Contract:
+        """What models/ says of this model."""
+        config, capacity = self.manifest.config, self.manifest.capacity
+        if self.manifest.family == "qwen4_exp":
+            return qwen_contract.contract(qwen_serial.from_dict(config), capacity)
+        return deepseek_contract.contract(deepseek_serial.from_dict(config), capacity)
+
+    @property
+    def allowed(self) -> set[tuple[str, str]]:
+        """Operators that graphs of this family, dialect and weight form may hold."""
+        options = self.manifest.exporter.options
+        dialect = Dialect(options["dialect"])
+        family = self.manifest.family
+        names = f"{PORTABLE} {OF_FAMILY[family]}".split()
+        extra = BY_WEIGHTS[dialect, WeightType(options["weights"])]
+        fused = FUSED_RULE if family == "qwen4_exp" and dialect is Dialect.ORT else set()
+        return {("", name) for name in names} | extra | fused
 
     @property
     def models(self) -> tuple[onnx.ModelProto, ...]:
@@ -104,20 +134,26 @@ def open_built(folder: Path) -> Built:
 
 @pytest.fixture(
     scope="module",
-    params=list(product(CONFIGS, Dialect)),
-    ids=lambda pair: f"{pair[0]}-{pair[1].value}",
+    params=list(product(MODELS, Dialect)),
+    ids=lambda pair: f"{pair[0][0]}-{pair[0][1]}-{pair[1].value}",
 )
 def built(request: pytest.FixtureRequest, bundles: Bundles) -> Built:
-    name, dialect = request.param
-    made = open_built(bundles.bundle(bundles.checkpoint(name), dialect=dialect))
+    (family, name), dialect = request.param
+    make = bundles.qwen_checkpoint if family == "qwen4_exp" else bundles.checkpoint
+    made = open_built(bundles.bundle(make(name), dialect=dialect))
     buckets = some_buckets(made.manifest)
     frozen = tuple((b, freeze(made.template, made.manifest.dims(b))) for b in buckets)
     return replace(made, frozen=frozen)
 
 
-@pytest.fixture(params=BY_WEIGHTS, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+@pytest.fixture(
+    params=list(product(OF_FAMILY, BY_WEIGHTS)),
+    ids=lambda pair: f"{pair[0]}-{pair[1][0].value}-{pair[1][1].value}",
+)
 def weighted(request: pytest.FixtureRequest, bundles: Bundles) -> Built:
-    return open_built(bundles.quant_bundle(*request.param))
+    family, form = request.param
+    make = bundles.quant_qwen_bundle if family == "qwen4_exp" else bundles.quant_bundle
+    return open_built(make(*form))
 
 
 def test_the_checker_passes(built: Built, tmp_path: Path) -> None:
@@ -142,7 +178,7 @@ def test_versions_are_the_lowest_that_serve(built: Built) -> None:
 def test_graph_inputs_and_outputs_are_the_contract(built: Built) -> None:
     """Names, order, types and shapes; the manifest's rows are those of models/."""
     rows = built.manifest.contract
-    assert rows == contract(built.config, built.manifest.capacity)
+    assert rows == built.contract
     graph = built.template.graph
     for values, wanted in ((graph.input, rows.inputs), (graph.output, rows.outputs)):
         assert list(graphs.shapes(values).items()) == [(r.name, r.shape) for r in wanted]
@@ -176,10 +212,9 @@ def test_a_frozen_graph_computes_no_sizes(built: Built) -> None:
 def test_only_allowed_operators(built: Built) -> None:
     """No more than the list, no control flow; the portable dialect is ai.onnx alone."""
     dialect = Dialect(built.manifest.exporter.options["dialect"])
-    allowed = {("", op) for op in PORTABLE.split()} | BY_WEIGHTS[dialect, WeightType.F32]
     for model in built.models:
         found = graphs.ops(model)
-        assert found <= allowed
+        assert found <= built.allowed
         assert not {op for _, op in found} & graphs.CONTROL_FLOW
         assert not [a for n in model.graph.node for a in n.attribute if a.HasField("g")]
         if dialect is Dialect.PORTABLE:
@@ -190,30 +225,41 @@ def test_only_allowed_operators_in_every_weight_form(weighted: Built) -> None:
     options = weighted.manifest.exporter.options
     extra = BY_WEIGHTS[Dialect(options["dialect"]), WeightType(options["weights"])]
     found = graphs.ops(weighted.template)
-    assert found <= {("", op) for op in PORTABLE.split()} | extra
+    assert found <= weighted.allowed
     assert extra <= found
+
+
+def test_a_model_without_snapshots_has_the_fused_rule(bundles: Bundles) -> None:
+    """In the ort dialect; it gives the last state alone."""
+    checkpoint = bundles.qwen_checkpoint()
+    for dialect, rewind in product(Dialect, (0, 1)):
+        capacity = with_capacity(rewind=rewind)
+        made = open_built(bundles.bundle(checkpoint, dialect=dialect, capacity=capacity))
+        found = graphs.ops(made.template)
+        assert found <= made.allowed
+        assert (found >= FUSED_RULE) == (dialect is Dialect.ORT and not rewind)
 
 
 @pytest.mark.parametrize("lowering", LOWERED)
 def test_only_allowed_operators_in_every_lowering(bundles: Bundles, lowering: str) -> None:
     choices, extra = LOWERED[lowering]
-    model = open_built(bundles.bundle(bundles.checkpoint(), **choices)).template
-    found = graphs.ops(model)
-    assert found <= {("", op) for op in PORTABLE.split()} | extra
-    assert extra <= found
+    for checkpoint in (bundles.checkpoint(), bundles.qwen_checkpoint()):
+        made = open_built(bundles.bundle(checkpoint, **choices))
+        found = graphs.ops(made.template)
+        assert found <= made.allowed | extra
+        assert extra <= found
 
 
 def test_every_step_graph_scatters_rows_and_gathers_elements(built: Built) -> None:
     """Each cache is written by a ScatterND; each CSA layer reads the plan's row table."""
-    config = built.config
+    csa = [s for s in built.manifest.contract.caches if s.kind is CacheKind.CSA]
     for model in built.models:
         writes = {n.input[0] for n in graphs.nodes(model, "ScatterND")}
         assert {spec.name for spec in built.manifest.contract.caches} == writes
         tables = [
             n for n in graphs.nodes(model, "GatherElements") if n.input[0] == "plan.csa.rows"
         ]
-        assert len(tables) == config.layer_kinds.count(LayerKind.CSA)
-        assert graphs.nodes(model, "GatherElements")
+        assert len(tables) == len(csa)
 
 
 def test_no_scatter_has_a_reduction(built: Built, bundles: Bundles) -> None:
@@ -236,6 +282,15 @@ def test_rank_is_4_or_less(built: Built) -> None:
     for _, model in built.frozen:
         known = graphs.shapes(model.graph.value_info)
         assert max(len(shape) for shape in known.values()) <= 4
+
+
+def test_rank_is_4_or_less_where_selection_masks(bundles: Bundles) -> None:
+    for checkpoint in (bundles.checkpoint(), bundles.qwen_checkpoint()):
+        made = open_built(bundles.bundle(checkpoint, select=Select.MASK))
+        for bucket in some_buckets(made.manifest):
+            model = freeze(made.template, made.manifest.dims(bucket))
+            known = graphs.shapes(model.graph.value_info)
+            assert max(len(shape) for shape in known.values()) <= 4, bucket.name
 
 
 def test_top_k_never_asks_for_more_columns_than_there_are(built: Built) -> None:
@@ -319,9 +374,14 @@ for dialect, form in (("portable", "f32"), ("ort", "f32"), ("portable", "int4"))
 """
 
 
-def test_building_twice_gives_the_same_bytes(bundles: Bundles, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_building_twice_gives_the_same_bytes(
+    bundles: Bundles, family: str, tmp_path: Path
+) -> None:
     """Every file of a bundle, in processes that order sets of names differently."""
     checkpoint = bundles.checkpoint(**BLOCKS)
+    if family == "qwen4_exp":
+        checkpoint = bundles.qwen_checkpoint(**QWEN_BLOCKS)
     files = []
     for seed in ("1", "2"):
         out = tmp_path / seed

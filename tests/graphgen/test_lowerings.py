@@ -19,7 +19,9 @@ from support.bundles import (
     largest_difference,
     live_rows,
     open_engine,
+    with_capacity,
 )
+from support.qwen4_exp import CONFIGS as QWEN_CONFIGS
 
 from cachegraph.models.export_options import (
     Dialect,
@@ -73,12 +75,15 @@ def answer(folder: Path) -> tuple[NDArray[np.float32], Rows]:
         return np.concatenate(parts), live_rows(engine, 0)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v4", "qwen4_exp"])
 @pytest.mark.parametrize("lowering", LOWERINGS)
-def test_lowerings_agree(bundles: Bundles, lowering: str) -> None:
+def test_lowerings_agree(bundles: Bundles, family: str, lowering: str) -> None:
     """Logits and every live cache row, to 1e-5."""
-    plain = bundles.bundle(bundles.checkpoint())
-    logits, rows = bundles.once("plain answer", lambda: answer(plain))
-    other = bundles.bundle(bundles.checkpoint(), **LOWERINGS[lowering])
+    hybrid = family == "qwen4_exp"
+    checkpoint = bundles.qwen_checkpoint("six") if hybrid else bundles.checkpoint()
+    plain = bundles.bundle(checkpoint)
+    logits, rows = bundles.once((family, "answer"), lambda: answer(plain))
+    other = bundles.bundle(checkpoint, **LOWERINGS[lowering])
     ours, our_rows = answer(other)
     np.testing.assert_allclose(ours, logits, rtol=0, atol=SAME)
     assert largest_difference(our_rows, rows) <= SAME
@@ -127,3 +132,16 @@ def test_both_dialects_store_the_same_matrices(bundles: Bundles, weights: Weight
     portable, fused = (answer(bundles.quant_bundle(d, weights))[0] for d in Dialect)
     assert np.median(np.abs(portable - fused)) < np.median(np.abs(portable - plain))
     assert np.median(np.abs(portable - fused)) < 0.03
+
+
+def test_the_fused_rule_agrees(bundles: Bundles) -> None:
+    """Without snapshots: logits and every live cache row, to 1e-5."""
+    capacity = with_capacity(rewind=0)
+    for name in QWEN_CONFIGS:
+        checkpoint = bundles.qwen_checkpoint(name)
+        (plain, plain_rows), (fused, rows) = (
+            answer(bundles.bundle(checkpoint, dialect=dialect, capacity=capacity))
+            for dialect in Dialect
+        )
+        np.testing.assert_allclose(fused, plain, rtol=0, atol=SAME)
+        assert largest_difference(rows, plain_rows) <= SAME

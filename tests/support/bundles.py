@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+from support.qwen4_exp import random_checkpoint as random_qwen_checkpoint
 from support.tiny import random_checkpoint
 
 from cachegraph.graphgen.export import export
@@ -25,6 +26,7 @@ from cachegraph.models.deepseek_v4.twin import TwinRun
 from cachegraph.models.export_options import Dialect, ExportOptions, WeightType
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.engine import Engine
+from cachegraph.runtime.hybrid import HybridMemory
 
 Rows = dict[str, NDArray[Any]]
 Made = TypeVar("Made")
@@ -38,6 +40,15 @@ BLOCKS = {
     "o_lora_rank": 64,
     "expert_size": 128,
     "rope_head_dim": 10,
+}
+QWEN_BLOCKS = {
+    "hidden_size": 96,
+    "head_dim": 24,
+    "linear_value_dim": 40,
+    "expert_size": 64,
+    "shared_expert_size": 160,
+    "hc_lowrank": 32,
+    "ple_embed_dim": 224,
 }
 
 
@@ -67,6 +78,14 @@ class Bundles:
         key = ("checkpoint", name, seed, rounded, with_draft, *sorted(sizes.items()))
         return self._once(key, make)
 
+    def qwen_checkpoint(self, name: str = "plain", *, seed: int = 1, **sizes: object) -> Path:
+        """A random Qwen4-Exp checkpoint in float32."""
+
+        def make(folder: Path) -> None:
+            random_qwen_checkpoint(folder, seed=seed, name=name, **sizes)
+
+        return self._once(("qwen", name, seed, *sorted(sizes.items())), make)
+
     def bundle(
         self,
         checkpoint: str | Path,
@@ -93,6 +112,11 @@ class Bundles:
     ) -> Path:
         """A bundle of the mixed model with sizes of whole blocks."""
         checkpoint = self.checkpoint(with_draft=with_draft, **BLOCKS)
+        return self.bundle(checkpoint, dialect=dialect, weights=weights, **choices)
+
+    def quant_qwen_bundle(self, dialect: Dialect, weights: WeightType, **choices: Any) -> Path:
+        """A bundle of a Qwen4-Exp model with sizes of whole blocks."""
+        checkpoint = self.qwen_checkpoint(**QWEN_BLOCKS)
         return self.bundle(checkpoint, dialect=dialect, weights=weights, **choices)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -129,7 +153,8 @@ def open_engine(bundle: Path, optimization: str = "all") -> Engine:
 def live_rows(engine: Engine, seq: int) -> Rows:
     """Every row that a later step may read of a sequence, by cache name, ascending by position.
 
-    The window's raw rows, all finished compressed rows, and the state ring.
+    The window's raw rows, all finished compressed rows, and the state ring; of a hybrid model
+    attention rows, keys of pools, and states with their snapshots.
     """
     return {
         spec.name: engine._store.caches[spec.name]
@@ -140,9 +165,13 @@ def live_rows(engine: Engine, seq: int) -> Rows:
 
 
 def _live_places(engine: Engine, spec: CacheSpec, seq: int) -> NDArray[np.int64]:
-    length = engine.length(seq)
+    length, table = engine.length(seq), engine._store.table
+    if isinstance(table, HybridMemory):
+        if spec.kind is CacheKind.POOLED:
+            return table._layouts[seq].reps
+        return table.stored(seq).rows[spec.kind]
     if spec.kind is CacheKind.RAW:
-        cells = engine._store.table.cells
+        cells = table.cells
         near = cells._positions > length - 1 - cells.raw.window
         held = cells._members[seq] & (near | (cells._positions < cells.raw.pinned))
         places = np.flatnonzero(held)
