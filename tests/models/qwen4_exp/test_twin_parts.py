@@ -79,9 +79,15 @@ def test_frequencies_of_the_release_take_turns():
 
 
 def test_halves_rotate_together_and_the_rest_stays():
-    x = np.array([[1.0, 0.0, 0.0, 2.0, 5.0]])
+    x = np.array([[1.0, 0.0, 3.0, 2.0, 5.0]])
     turned = rotate_halves(x, np.array([[np.pi / 2, np.pi]]))
-    np.testing.assert_allclose(turned, [[0.0, 0.0, 1.0, -2.0, 5.0]], atol=1e-15)
+    np.testing.assert_allclose(turned, [[-3.0, 0.0, 1.0, -2.0, 5.0]], atol=1e-15)
+
+
+def test_frequencies_past_their_section_turn_by_t():
+    config = tiny.tiny_config(head_dim=18, rotary_dim=16, mrope_section=(6, 1, 1))
+    axes = (rotary_angles(config, np.eye(3, dtype=np.int64)) > 0).argmax(axis=0)
+    assert axes.tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
 
 
 def test_a_dilated_convolution_reads_every_third_token():
