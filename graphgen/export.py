@@ -15,14 +15,12 @@ from tempfile import mkdtemp
 import onnx
 import onnx_ir as ir
 
-from cachegraph.graphgen.deepseek_v4.source import model_source
+from cachegraph.graphgen.families import checkpoint_source, preset_source
 from cachegraph.graphgen.layers.linear import ACCURACY_LEVEL
 from cachegraph.graphgen.source import DraftSource, ModelSource, StageSource
 from cachegraph.graphgen.static import StaticSize, static_bucket, write_static
 from cachegraph.graphgen.template import OPSET, Template, build_template
-from cachegraph.graphgen.weights.files import read_folder
 from cachegraph.graphgen.weights.parameter import Read, Weight
-from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.graphgen.weights.writer import (
     WeightsLayout,
     attach,
@@ -30,10 +28,6 @@ from cachegraph.graphgen.weights.writer import (
     write_weights,
 )
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.deepseek_v4.checkpoint import checkpoint_table
-from cachegraph.models.deepseek_v4.draft_tensors import has_draft
-from cachegraph.models.deepseek_v4.parse import load_config
-from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.manifest import (
@@ -81,13 +75,7 @@ def export(
     """
     options = options or ExportOptions()
     folder = resolve(str(checkpoint))
-    config = load_config(folder)
-    with_draft = options.draft and has_draft(read_folder(folder))
-
-    def open_read() -> Read:
-        return open_checkpoint(folder, checkpoint_table(config, with_draft=with_draft)).read
-
-    source = model_source(config, options, open_read, with_draft=with_draft)
+    source = checkpoint_source(folder, options)
     tokenizer = [folder / n for n in TOKENIZER_FILES if (folder / n).is_file()]
     return _export(source, Path(out), options, static, overwrite, progress, tokenizer, True)
 
@@ -103,13 +91,7 @@ def export_preset(
 ) -> Path:
     """Export the graphs of a published model without its weights, to be inspected."""
     options = options or ExportOptions()
-
-    def open_read() -> Read:
-        raise AssertionError("a preset has no weights to read")
-
-    config = preset_config(preset)
-    with_draft = options.draft and config.num_nextn_layers > 0
-    source = model_source(config, options, open_read, with_draft=with_draft)
+    source = preset_source(preset, options)
     return _export(source, Path(out), options, static, overwrite, progress, [], False)
 
 

@@ -27,6 +27,11 @@ _FOLDERS: Mapping[str, Callable[..., Array]] = {
     "ReduceProd": lambda x, axes, keepdims: np.prod(
         x, axis=tuple(axes.tolist()), keepdims=bool(keepdims), dtype=x.dtype
     ),
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.floor_divide,  # of sizes, which are never negative
+    "Min": np.minimum,
 }
 
 

@@ -48,7 +48,7 @@ class ModelSource:
     planners: PlannerSpecs
     ladder: BucketLadder
     sentinels: Mapping[str, str]
-    position_rule: Literal["consecutive"]
+    position_rule: Literal["consecutive", "ordered"]
     vocab_size: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]

@@ -8,11 +8,11 @@ Three sizes are chosen (S streams, P tokens per stream, N compressed rows expose
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, fields
+from itertools import pairwise, product
 
 from cachegraph.models.contract import CacheKind
-from cachegraph.models.errors import CapacityError
+from cachegraph.models.errors import CapacityError, ContractError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -57,6 +57,15 @@ class BucketLadder:
     streams: tuple[int, ...]
     steps: tuple[int, ...]
     contexts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """ContractError for rungs that are none: no step would end, or find its bucket."""
+        for field in fields(self):
+            rungs = getattr(self, field.name)
+            if not rungs or any(low >= high for low, high in pairwise((0, *rungs))):
+                raise ContractError(
+                    f"the rungs of {field.name} are {rungs}, wanted one or more, ascending from 1"
+                )
 
     def pick(
         self,

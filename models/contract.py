@@ -111,6 +111,14 @@ class CacheKind(StrEnum):
 
 
 _RECURRENT = (CacheKind.RECURRENT_STATE, CacheKind.CONV_STATE, CacheKind.NGRAM_STATE)
+# Kinds whose rows may be unified, so that several sequences own one.
+MAY_SHARE = (
+    CacheKind.RAW,
+    CacheKind.KEYS,
+    CacheKind.VALUES,
+    CacheKind.INDEX,
+    CacheKind.POOLED,
+)
 
 
 class CachePart(StrEnum):

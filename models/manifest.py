@@ -132,7 +132,7 @@ class Manifest(_Part):
     opset: int
     min_onnxruntime: str
     accuracy_level: int
-    position_rule: Literal["consecutive"]
+    position_rule: Literal["consecutive", "ordered"]
     planners: PlannerSpecs
     dimensions: dict[str, str]
     ladder: BucketLadder
@@ -240,8 +240,9 @@ def parse_manifest(raw: object, where: str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
+        fault = first["msg"].removeprefix("Value error, ")
         raise ContractError(
-            f"{where}: field {field!r}: {first['msg']} ({error.error_count()} faults in all); "
+            f"{where}: field {field!r}: {fault} ({error.error_count()} faults in all); "
             "export the bundle again"
         ) from None
     check_stored(manifest.contract.caches, manifest.cache_types, where)

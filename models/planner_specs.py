@@ -28,6 +28,13 @@ class RawSpec:
     window: int
     pinned: int = 0
 
+    def __post_init__(self) -> None:
+        """ContractError for sizes that no bundle has."""
+        if self.window < 1:
+            raise ContractError(f"the raw window is {self.window} rows, wanted 1 or more")
+        if self.pinned < 0:
+            raise ContractError(f"{self.pinned} raw rows are pinned, wanted 0 or more")
+
     def oldest_needed(self, position: int) -> int:
         """The first position behind the pinned ones that a token at `position` sees, or its own.
 
@@ -55,6 +62,18 @@ class CompressorSpec:
     ratio: int
     overlap: bool
     rewind: int
+
+    def __post_init__(self) -> None:
+        """ContractError for sizes that no bundle has."""
+        name = f"the {self.kind.value} plan"
+        if self.ratio < 1:
+            raise ContractError(f"{name} has a ratio of {self.ratio} tokens, wanted 1 or more")
+        if self.rewind < 0:
+            raise ContractError(
+                f"{name} has a rewind of {self.rewind} tokens, wanted 0 or more"
+            )
+        if self.kind not in dict(self.serves):
+            raise ContractError(f"{name} serves no cache of its kind")
 
     @property
     def suffix(self) -> str:
@@ -106,6 +125,13 @@ class PlannerSpecs:
     recurrent: RecurrentSpec | None = None
     ngrams: tuple[NgramSpec, ...] = ()
     context_unit: int
+
+    def __post_init__(self) -> None:
+        """ContractError for a context rung without tokens."""
+        if self.context_unit < 1:
+            raise ContractError(
+                f"a row of the context rung is {self.context_unit} tokens, wanted 1 or more"
+            )
 
     @property
     def raw_rows(self) -> RawSpec:

@@ -1,13 +1,15 @@
 """The batch a caller wants decoded, and the rules it must keep before anything is planned.
 
-Owns the `consecutive` rule of positions (first 0, then last + 1, for each sequence) and every
-refusal of a bad batch. Knows nothing of caches, buckets or graphs.
+Owns the rules of positions and every refusal of a bad batch. `consecutive`: first 0, then last + 1,
+for each sequence. `ordered`: a token has three positions, t, y and x, and t never falls; it may
+repeat inside an image and jump after it. Knows nothing of caches, buckets or graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +19,7 @@ from cachegraph.models.errors import BatchError, CapacityError
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 SeqIds = tuple[tuple[int, ...], ...]
+PositionRule = Literal["consecutive", "ordered"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +49,32 @@ class Batch:
     ) -> Batch:
         """Build a batch from lists or arrays; BatchError where lengths or types do not fit.
 
-        positions: None counts each sequence on from `starts` (0 where it names none).
+        positions: None counts each sequence on from `starts` (0 where it names none); [n, 3] where
+            the family gives a token three.
         seq_ids: None puts every token in sequence 0; an id listed twice counts once.
         logits: a bool for each token or one for all; None asks for each sequence's last token.
         """
         ids = _integers("tokens", tokens)
         owners = _owners(seq_ids, ids.size)
-        places = (
-            _counted(owners, starts or {})
-            if positions is None
-            else _integers("positions", positions)
-        )
-        _same_length("positions", places.size, ids.size)
+        places = None
+        if positions is None:
+            firsts = _counted(owners, starts or {})
+        elif np.ndim(positions) == 2:
+            places = _places(positions)
+            firsts = places[:, 0].copy()
+        else:
+            firsts = _integers("positions", positions)
+        _same_length("positions", firsts.size, ids.size)
         wanted = _last_of_each(owners) if logits is None else _flags(logits, ids.size)
-        return cls(tokens=ids, positions=places, seq_ids=owners, wants_logits=wanted)
+        return cls(
+            tokens=ids, positions=firsts, seq_ids=owners, wants_logits=wanted, places=places
+        )
+
+    def placed(self) -> Batch:
+        """The batch with three positions for each token: in text all three are alike."""
+        if self.places is not None:
+            return self
+        return replace(self, places=np.repeat(self.positions[:, None], 3, axis=1))
 
     def __len__(self) -> int:
         return int(self.tokens.size)
@@ -82,10 +97,13 @@ def check_batch(
     context: int,
     sequences: int,
     next_positions: Mapping[int, int],
+    lengths: Mapping[int, int] | None = None,
+    rule: PositionRule = "consecutive",
 ) -> None:
     """Refuse a batch that breaks a rule; changes nothing.
 
-    next_positions: the position each sequence expects; a sequence not named expects 0.
+    next_positions: the position each sequence expects, by rule `ordered` the lowest; a sequence not
+    named expects 0. lengths: tokens of each sequence, where they differ from that.
     BatchError names the token and the rule; CapacityError a sequence that would outgrow its
     context.
     """
@@ -93,11 +111,15 @@ def check_batch(
         raise BatchError("the batch is empty; send at least one token")
     _check_tokens(batch, vocab_size)
     _check_owners(batch, sequences)
+    if rule == "consecutive" and batch.places is not None:
+        raise BatchError("positions has three entries for a token; this family takes one")
     rows = batch.rows_of_sequences()
+    check = _check_ordered if rule == "ordered" else _check_positions
     for seq, found in rows.items():
-        _check_positions(seq, found, batch.positions[found], next_positions.get(seq, 0))
+        check(seq, found, batch.positions[found], next_positions.get(seq, 0))
+    held = next_positions if lengths is None else lengths
     for seq, found in rows.items():
-        _check_context(seq, found, next_positions.get(seq, 0), context)
+        _check_context(seq, found, held.get(seq, 0), context)
 
 
 def _check_tokens(batch: Batch, vocab_size: int) -> None:
@@ -108,11 +130,12 @@ def _check_tokens(batch: Batch, vocab_size: int) -> None:
             f"token {row}: id {batch.tokens[row]} is not in the vocabulary, "
             f"which has ids 0 to {vocab_size - 1}"
         )
-    negative = batch.positions < 0
+    every = batch.positions[:, None] if batch.places is None else batch.places
+    negative = (every < 0).any(axis=1)
     if negative.any():
         row = int(negative.argmax())
         raise BatchError(
-            f"token {row}: position {batch.positions[row]} is negative; positions start at 0"
+            f"token {row}: position {every[row].min()} is negative; positions start at 0"
         )
 
 
@@ -142,6 +165,18 @@ def _check_positions(seq: int, rows: IntArray, positions: IntArray, expected: in
     )
 
 
+def _check_ordered(seq: int, rows: IntArray, positions: IntArray, least: int) -> None:
+    before = np.concatenate(([least], positions[:-1]))
+    bad = positions < before
+    if not bad.any():
+        return
+    first = int(bad.argmax())
+    raise BatchError(
+        f"token {rows[first]}: step back in sequence {seq}: position {positions[first]} after "
+        f"{before[first]}; the first position of a token never falls"
+    )
+
+
 def _check_context(seq: int, rows: IntArray, start: int, context: int) -> None:
     room = context - start
     if rows.size > room:
@@ -157,6 +192,17 @@ def _integers(what: str, values: ArrayLike) -> IntArray:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise BatchError(
             f"{what} must be one list of integers, got shape {array.shape} of {array.dtype}"
+        )
+    copy: IntArray = array.astype(np.int64)
+    return copy
+
+
+def _places(values: ArrayLike) -> IntArray:
+    array = np.asarray(values)
+    if array.shape[1:] != (3,) or array.dtype.kind not in "iu":
+        raise BatchError(
+            f"positions must be one list of integers or three for each token, got shape "
+            f"{array.shape} of {array.dtype}"
         )
     copy: IntArray = array.astype(np.int64)
     return copy

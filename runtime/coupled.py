@@ -32,6 +32,7 @@ def decoupled(batch: Batch, tokens_of: Callable[[int], Sequence[int]]) -> Batch:
         positions=batch.positions[rows],
         seq_ids=tuple((seq,) for owners in batch.seq_ids for seq in owners),
         wants_logits=batch.wants_logits[rows] & is_first,
+        places=None if batch.places is None else batch.places[rows],
     )
 
 

@@ -9,8 +9,8 @@ that nobody told the drafter of can cost a warm start and never a wrong row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -32,9 +32,9 @@ from cachegraph.runtime.memory import initial_caches
 from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.part import GraphPart
 from cachegraph.runtime.planners.step import StepSizes, pick_bucket, plan_step
-from cachegraph.runtime.rows import copy_rows, zero_raw
+from cachegraph.runtime.rows import copy_rows, zero_rows
 from cachegraph.runtime.saved import SavedDraft, rows_name
-from cachegraph.runtime.sequences import RowMove, SequenceTable, common_prefix
+from cachegraph.runtime.sequence_memory import RowMove, SequenceMemory, common_prefix
 from cachegraph.runtime.split import UBatch, split_batch
 
 Choose = Callable[[int, Rows], int]
@@ -66,7 +66,7 @@ class Drafter:
         graph: GraphPart,
         binder: Binder,
         caches: dict[str, Buffer],
-        table: SequenceTable,
+        table: SequenceMemory,
         capacity: Capacity,
     ) -> None:
         """caches: buffers of the draft graph's raw cache, by name. table: the main sequences."""
@@ -82,7 +82,7 @@ class Drafter:
         self._carried = [Carried.of(entry.hidden) for _ in table.ids]
 
     @classmethod
-    def open(cls, manifest: Manifest, opened: OpenGraph, table: SequenceTable) -> Drafter:
+    def open(cls, manifest: Manifest, opened: OpenGraph, table: SequenceMemory) -> Drafter:
         """Allocate the draft graph's caches; CapacityError, with nothing kept, where that fails."""
         entry = manifest.draft
         if entry is None:
@@ -98,32 +98,37 @@ class Drafter:
         self.graph.close()
         self._caches.clear()
 
-    def note(self, ubatch: UBatch, streams: Rows, padded_step: int) -> None:
-        """Take a main step that is in; streams [T, width] of its bucket, stream-major.
+    def note(self, ubatch: UBatch, fetch: Callable[[], Rows], padded_step: int) -> None:
+        """Take a main step that is in. fetch: reads its streams [T, width], stream-major.
 
-        Runs pairs only where the step is too long for them to wait. A draft graph that fails here
-        costs the sequences their warm start, not the step.
+        Runs pairs only where the step is too long for them to wait. Whatever fails here costs the
+        sequences their warm start, not the step.
         """
+        try:
+            late = self._learn(ubatch, fetch(), padded_step)
+            if late:
+                self._run(late)
+        except Exception as error:
+            seqs = list(ubatch.streams)
+            _LOG.warning("a step is in, drafts of sequences %s start anew: %s", seqs, error)
+            self._lose(seqs)
+
+    def _learn(self, ubatch: UBatch, streams: Rows, padded_step: int) -> dict[int, _Pairs]:
+        """Keep the streams of a step; the pairs that cannot wait."""
         late: dict[int, _Pairs] = {}
         for place, seq in enumerate(ubatch.streams):
             entry, row = place * ubatch.step, place * padded_step
             start = int(ubatch.positions[entry])
             tokens = ubatch.tokens[entry : entry + ubatch.step].tolist()
             late |= self._take(seq, start, tokens, streams[row : row + ubatch.step])
-        if not late:
-            return
-        try:
-            self._run(late)
-        except Exception as error:
-            _LOG.warning("the draft graph failed, drafts start anew: %s", error)
-            for seq in late:
-                self._begin(seq, self._carried[seq].end)
+        return late
 
     def draft(
         self, pending: Mapping[int, int], counts: Mapping[int, int], choose: Choose
     ) -> dict[int, list[int]]:
         """As of `Engine.draft`."""
-        self._check(pending, counts)
+        pending = {seq: self._id(seq, token) for seq, token in pending.items()}
+        counts = {seq: self._check(seq, counts.get(seq)) for seq in pending}
         drafts: dict[int, list[int]] = {seq: [] for seq in pending}
         pairs = {seq: pair for seq in pending if (pair := self._newest(seq, pending[seq]))}
         ends = {seq: pair.end for seq, pair in pairs.items()}
@@ -132,7 +137,7 @@ class Drafter:
                 logits, streams = self._run_or_drop(pairs)
                 following = {}
                 for seq, pair in pairs.items():
-                    drafts[seq].append(choose(seq, logits[seq]))
+                    drafts[seq].append(self._id(seq, choose(seq, logits[seq])))
                     if len(drafts[seq]) < counts[seq]:
                         following[seq] = _Pairs(pair.end, drafts[seq][-1:], streams[seq])
                 pairs = following
@@ -142,28 +147,34 @@ class Drafter:
         return drafts
 
     def copy(self, source: int, target: int) -> int:
-        """Make `target` what `source` is, after the table was; returns the bytes moved."""
+        """Make `target` what `source` is, after the table was; returns the bytes moved.
+
+        Where the rows cannot be moved, `target` starts anew.
+        """
+        self._lose([target])
         carried = self._synced(source, self._table.length(source))
-        self.cells.clear(target)
+        move = RowMove(CacheKind.RAW, *self.cells.moves(source, target))
+        moved = copy_rows(self._binder, self._contract, self._caches, [move])
+        self.cells.copy(source, target)
         self._carried[target].take(carried)
         self._carried[target].rewrites = self._table.rewrites(target)
-        move = RowMove(CacheKind.RAW, *self.cells.moves(source, target))
-        self.cells.copy(source, target)
-        return copy_rows(self._binder, self._contract, self._caches, [move])
+        return moved
 
     def zero(self, seq: int) -> None:
         """Forget a sequence and zero its rows."""
         self._begin(seq, 0)
         self._carried[seq].rows[:] = 0
         rows = self.cells.layout.base(seq) + np.arange(self.cells.layout.rows_per_stream)
-        zero_raw(self._binder, self._contract, self._caches, rows)
+        zero_rows(self._binder, self._contract, self._caches, CacheKind.RAW, rows)
 
     def stored(self, seq: int) -> tuple[SavedDraft, dict[str, Rows]]:
         """What a save keeps of a sequence, and copies of the rows by their names in the file."""
         carried = self._synced(seq, self._table.length(seq))
         if carried.ahead is not None:
             self._cut(seq, carried.end)
-        first = min(self.cells.first_held(seq), carried.paired)
+        first = carried.paired
+        if self.cells.next_position(seq) == first:  # else all pairs wait
+            first = self.cells.first_held(seq)
         places = self._places(seq, first, carried.paired)
         tensors = {rows_name(seq, CARRIED): carried.held()}
         for spec in self._contract.caches:
@@ -179,7 +190,7 @@ class Drafter:
     ) -> None:
         """Make a slot, whose tokens are restored, what was saved as `seq`; None starts anew.
 
-        The tensors were checked by `check_draft`.
+        The tensors were checked by `check_draft`. Rows that cannot be written start it anew too.
         """
         length = self._table.length(slot)
         self._begin(slot, length)
@@ -189,7 +200,6 @@ class Drafter:
             return
         rows = tensors[rows_name(seq, CARRIED)][-carried.spec.rows :]
         carried.rows[np.arange(saved.end - len(rows), saved.end) % carried.spec.rows] = rows
-        carried.first, carried.paired = saved.end - len(rows), saved.paired
         first = max(saved.raw_first, saved.paired - self.cells.ring)
         places = self._places(slot, first, saved.paired)
         for spec in self._contract.caches:
@@ -197,30 +207,46 @@ class Drafter:
             kept = values[len(values) - places.size :]
             self._binder.write_rows(self._caches[spec.name], places, kept)
         self.cells.place(slot, first, saved.paired)
+        carried.first, carried.paired = saved.end - len(rows), saved.paired
 
     def _places(self, seq: int, first: int, end: int) -> IntArray:
         """Raw rows of positions first .. end - 1."""
         return self.cells.layout.base(seq) + np.arange(first, end) % self.cells.ring
 
-    def _check(self, pending: Mapping[int, int], counts: Mapping[int, int]) -> None:
-        vocab, rewind = int(self._contract[LOGITS].shape[-1]), self._capacity.rewind
-        for seq, token in pending.items():
-            if not 0 <= token < vocab:
-                raise BatchError(
-                    f"sequence {seq}: id {token} is not in the vocabulary, which has ids 0 to "
-                    f"{vocab - 1}"
-                )
-            if not 1 <= counts[seq] <= rewind:
-                raise ConfigError(
-                    f"sequence {seq}: {counts[seq]} drafts asked for; 1 to {rewind} can be taken "
-                    "back; draft fewer, or export with a larger --rewind"
-                )
-            length = self._table.length(seq)
-            if length + 1 + counts[seq] > self._capacity.context:
-                raise CapacityError(
-                    f"sequence {seq} holds {length} tokens; {counts[seq]} drafts behind the next "
-                    f"one do not fit the context of {self._capacity.context}; draft fewer"
-                )
+    def _check(self, seq: int, count: object) -> int:
+        """A number of drafts that may be made behind a sequence and its next token."""
+        rewind, length = self._capacity.rewind, self._table.length(seq)
+        if not _is_integer(count):
+            got = "none" if count is None else type(count).__name__
+            raise ConfigError(
+                f"sequence {seq}: the number of drafts must be an integer from 1 to {rewind}, "
+                f"got {got}"
+            )
+        if not 1 <= count <= rewind:
+            raise ConfigError(
+                f"sequence {seq}: {count} drafts asked for; 1 to {rewind} can be taken "
+                "back; draft fewer, or export with a larger --rewind"
+            )
+        if length + 1 + count > self._capacity.context:
+            raise CapacityError(
+                f"sequence {seq} holds {length} tokens; {count} drafts behind the next "
+                f"one do not fit the context of {self._capacity.context}; draft fewer"
+            )
+        return int(count)
+
+    def _id(self, seq: int, token: object) -> int:
+        """A token id that a caller gave for a sequence; BatchError where it is none."""
+        last = int(self._contract[LOGITS].shape[-1]) - 1
+        if not _is_integer(token):
+            raise BatchError(
+                f"sequence {seq}: ids must be integers from 0 to {last}, got "
+                f"{type(token).__name__}"
+            )
+        if not 0 <= token <= last:
+            raise BatchError(
+                f"sequence {seq}: id {token} is not in the vocabulary, which has ids 0 to {last}"
+            )
+        return int(token)
 
     def _take(self, seq: int, start: int, tokens: list[int], rows: Rows) -> dict[int, _Pairs]:
         """Learn the streams of a step; its pairs, with those before, where they cannot wait."""
@@ -289,12 +315,16 @@ class Drafter:
         self.cells.clear(seq)
         self._carried[seq].begin_at(position, self._table.tokens(seq)[:position])
 
+    def _lose(self, seqs: Iterable[int]) -> None:
+        """Start sequences anew behind all that they hold."""
+        for seq in seqs:
+            self._begin(seq, self._table.length(seq))
+
     def _run_or_drop(self, pairs: Mapping[int, _Pairs]) -> tuple[_BySequence, _BySequence]:
         try:
             return self._run(pairs)
         except Exception as error:
-            for seq in pairs:
-                self._begin(seq, self._carried[seq].end)
+            self._lose(pairs)
             raise StepError(
                 f"the draft graph failed; no sequence has changed, decode without drafts: {error}"
             ) from error
@@ -331,3 +361,7 @@ class Drafter:
             end = int(ubatch.positions[(place + 1) * ubatch.step - 1]) + 1
             self._carried[seq].paired = end
         return call
+
+
+def _is_integer(value: object) -> TypeGuard[int | np.integer]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -8,10 +8,8 @@ that was refused leaves no trace. Knows nothing of text: `generate` turns ids in
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
 from types import TracebackType
@@ -29,11 +27,12 @@ from cachegraph.models.errors import (
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import Batch, check_batch
 from cachegraph.runtime.binding import BoundCall
-from cachegraph.runtime.bundle import open_bundle, verify
+from cachegraph.runtime.bundle import open_bundle
 from cachegraph.runtime.checkpoints import Checkpoints
 from cachegraph.runtime.continuation import Event, GenerateOptions
 from cachegraph.runtime.coupled import decoupled
 from cachegraph.runtime.drafter import Drafter
+from cachegraph.runtime.edits import SequenceEdits
 from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
 from cachegraph.runtime.opening import OpenGraphs, open_graphs
@@ -43,6 +42,7 @@ from cachegraph.runtime.ort import (
     SessionOptions,
     load_onnxruntime,
 )
+from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import UBatch, split_batch
 from cachegraph.runtime.stages import graph_of
 from cachegraph.runtime.steps import StepRunner
@@ -61,7 +61,7 @@ class Prefill(NamedTuple):
     planned: int
 
 
-class Engine:
+class Engine(SequenceEdits):
     """Runs one bundle. Not for several threads at once: concurrent use raises UsageError."""
 
     def __init__(
@@ -71,29 +71,17 @@ class Engine:
         graphs: OpenGraphs,
     ) -> None:
         """Use `Engine.load`. Allocates every cache; nothing is kept where one cannot be had."""
-        self.folder = folder
-        self.manifest = manifest
+        super().__init__(folder, manifest, SequenceStore(manifest, graphs.stages))
         self.device = graphs.stages[0].device
         self.devices = graphs.devices
         self._contract = manifest.contract
-        self._store = SequenceStore(manifest, graphs.stages)
         results = {LOGITS, EMBEDDINGS}
         if graphs.draft is not None:
             self._store.drafter = Drafter.open(manifest, graphs.draft, self._store.table)
             results.add(STREAMS)
         self._graph = graph_of(graphs.stages, manifest.planners, self._store.caches, results)
         self._steps = StepRunner(manifest, self._graph, self._store.table, self._committed)
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._is_verified = False
-        self.checkpoints = Checkpoints(
-            self._contract,
-            manifest.planners,
-            self._store.binder,
-            self._store.caches,
-            self._store.table,
-            self._in_use,
-        )
+        self._checkpoints = self._open_checkpoints()
 
     @classmethod
     def load(
@@ -134,6 +122,30 @@ class Engine:
         _LOG.info(report.line())
         return engine
 
+    def _open_checkpoints(self) -> Checkpoints | None:
+        """None where memory keeps earlier states itself."""
+        table, store = self._store.table, self._store
+        if not isinstance(table, SequenceTable):
+            return None
+        return Checkpoints(
+            self._contract,
+            self.manifest.planners,
+            store.binder,
+            store.caches,
+            table,
+            self._in_use,
+        )
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Checkpoints of state rings; UsageError for a family that has none."""
+        if self._checkpoints is None:
+            raise UsageError(
+                f"{self.manifest.family} keeps earlier states of each sequence itself, up to the "
+                "rewind budget; take tokens back with remove or rewind"
+            )
+        return self._checkpoints
+
     @property
     def provider(self) -> str:
         """The ONNX Runtime execution provider that runs."""
@@ -146,14 +158,9 @@ class Engine:
         return memory_report(
             self._contract,
             self.devices,
-            self.checkpoints.by_layer,
+            {} if self._checkpoints is None else self._checkpoints.by_layer,
             self.manifest.draft if self.can_draft else None,
         )
-
-    @property
-    def num_sequences(self) -> int:
-        """How many sequences the caches hold."""
-        return self.manifest.capacity.sequences
 
     @property
     def can_draft(self) -> bool:
@@ -172,7 +179,7 @@ class Engine:
             pending: the token that follows each sequence, chosen and not decoded yet.
             count: tokens to draft, for all sequences or by id; 1 to the rewind budget.
             choose: called for every draft with the sequence and its draft logits, float32
-                [vocab], which the next call overwrites; returns the token.
+                [vocab], a copy that nothing overwrites; returns the token's id.
 
         What is drafted binds nobody: decode `pending` and the drafts behind it, and `remove` those
         that you reject. A sequence whose newest streams are not known (none decoded since it was
@@ -188,12 +195,6 @@ class Engine:
                 self._store.check_id(seq_id)
             counts = count if isinstance(count, Mapping) else dict.fromkeys(pending, count)
             return self._store.drafter.draft(pending, counts, choose)
-
-    def length(self, seq_id: int) -> int:
-        """Tokens that a sequence holds: the position it expects next."""
-        self._check_open()
-        self._store.check_id(seq_id)
-        return self._store.table.length(seq_id)
 
     def decode(
         self, batch: Batch, progress: Callable[[int, int], None] | None = None
@@ -243,7 +244,7 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> Logits:
         """Add tokens to a sequence; returns the logits after the last one, float32 [vocab]."""
-        start = self.length(seq_id)
+        start = self.following(seq_id)
         count = len(tokens)
         wanted = np.zeros(count, np.bool_)
         wanted[-1:] = True
@@ -275,7 +276,7 @@ class Engine:
         positions = np.arange(reused, len(ids))
         wanted = positions == len(ids) - 1
         batch = Batch.of(rest, positions, [seq_id] * len(rest), logits=wanted)
-        self._check(batch, {seq_id: reused})
+        self._check(batch, {seq_id: reused}, {seq_id: reused})
         self.remove(seq_id, reused)
         return Prefill(self.decode(batch, progress)[0], reused, len(rest))
 
@@ -308,106 +309,11 @@ class Engine:
             )
         return self.codec.encode(text)
 
-    def tokens(self, seq_id: int) -> tuple[int, ...]:
-        """The token ids that a sequence holds, by position."""
-        self._check_open()
-        self._store.check_id(seq_id)
-        return self._store.table.tokens(seq_id)
-
-    def positions(self, seq_id: int) -> range:
-        """The positions that a sequence holds."""
-        return range(self.length(seq_id))
-
-    def reachable(self, seq_id: int) -> tuple[range, ...]:
-        """The positions that a sequence can be cut to, as ascending ranges."""
-        self._check_open()
-        self._store.check_id(seq_id)
-        return self._store.table.reachable(seq_id)
-
-    def clear(self, seq_id: int | None = None, *, data: bool = False) -> None:
-        """Forget a sequence, or all of them (None or -1).
-
-        Its rows need no erasing, since no plan reads them; `data` zeroes them all the same.
-        """
-        with self._in_use():
-            for seq in range(self.num_sequences) if seq_id in (None, -1) else [seq_id]:
-                self._store.clear(seq, data=data)
-
-    def reset(self, seq_id: int) -> None:
-        """Forget a sequence and zero its block in every compressed, indexer and state cache.
-
-        Its raw rows become free; no byte of another sequence changes.
-        """
-        with self._in_use():
-            self._store.reset(seq_id)
-
-    def remove(self, seq_id: int, first: int, end: int = -1) -> None:
-        """Take tokens back from the end of a sequence: positions `first` to `end` - 1.
-
-        A negative `first` is the start, a negative `end` the end; seq_id -1 means every sequence.
-        An empty range changes nothing. RewindError, with nothing changed, for a range that does not
-        reach the end (what follows it depends on absolute positions), or where the sequence cannot
-        stand at `first`; the reachable positions are named. Copies nothing.
-        """
-        with self._in_use():
-            self._store.remove(seq_id, first, end)
-
-    def copy(self, source: int, target: int) -> int:
-        """Make `target` hold what `source` holds; returns the bytes moved.
-
-        What `target` held is replaced. Only live rows are copied. Onto itself it does nothing.
-        """
-        with self._in_use():
-            return self._store.copy(source, target)
-
-    def keep(self, seq_id: int) -> None:
-        """Forget every sequence but one."""
-        with self._in_use():
-            self._store.check_id(seq_id)
-            for seq in set(range(self.num_sequences)) - {seq_id}:
-                self._store.clear(seq)
-
-    def save(self, path: str | Path, seq_ids: Sequence[int] | None = None) -> int:
-        """Save sequences (all that hold tokens by default) to one file; returns its bytes.
-
-        Atomic: an error leaves what was at `path`.
-        """
-        with self._in_use():
-            return self._store.save(Path(path), seq_ids)
-
-    def restore(
-        self, path: str | Path, targets: Mapping[int, int] | None = None
-    ) -> dict[int, int]:
-        """Restore saved sequences; returns saved id -> slot.
-
-        targets: saved id -> slot; by default every saved sequence into the slot of its id. What a
-        slot held is replaced. StateFileError or CapacityError leaves every live row as it was.
-        The first restore hashes the weights file: ContractError where it was changed.
-        """
-        with self._in_use():
-            if not self._is_verified:
-                verify(self.folder)
-                self._is_verified = True
-            return self._store.restore(Path(path), targets)
-
-    def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
-        """Refused: block phase and stored rows depend on the absolute position."""
-        raise self._fixed_positions("shift")
-
-    def divide(self, seq_id: int, first: int, end: int, divisor: int) -> None:
-        """Refused: block phase and stored rows depend on the absolute position."""
-        raise self._fixed_positions("divide")
-
-    def _fixed_positions(self, edit: str) -> UsageError:
-        return UsageError(
-            f"{edit} is not possible for {self.manifest.family}: block phase and stored rows "
-            "depend on the absolute position; decode the text again at its new positions"
-        )
-
     def close(self) -> None:
         """Free session, caches and buffers. Harmless twice."""
         self._is_closed = True
-        self.checkpoints.close()
+        if self._checkpoints is not None:
+            self._checkpoints.close()
         self._graph.close()
         self._store.close()
 
@@ -426,21 +332,26 @@ class Engine:
         self, batch: Batch, result: str, progress: Callable[[int, int], None] | None
     ) -> NDArray[np.float32]:
         with self._in_use():
-            self._check(batch, self._store.table.cells.next_positions())
-            batch = decoupled(batch, self._store.table.tokens)
+            table = self._store.table
+            self._check(batch, table.next_positions(), {s: table.length(s) for s in table.ids})
+            batch = decoupled(batch, table.tokens)
+            if table.has_places:
+                batch = batch.placed()
             ubatches = split_batch(batch, self.manifest.ladder)
-            if len(ubatches) > 1:  # a single one is checked when it is planned
-                self._store.table.cells.check_room(ubatches)
+            table.check_room(ubatches)
             return self._steps.run(batch, ubatches, result, progress)
 
     def _committed(self, ubatch: UBatch, call: BoundCall) -> None:
         """Tell those who remember more of a step than the sequence table does."""
-        self.checkpoints.note(ubatch)
+        if self._checkpoints is not None:
+            self._checkpoints.note(ubatch)
         if self._store.drafter is not None:
-            streams = self._graph.result(call, STREAMS)
-            self._store.drafter.note(ubatch, streams, call.dims["P"])
+            fetch = partial(self._graph.result, call, STREAMS)
+            self._store.drafter.note(ubatch, fetch, call.dims["P"])
 
-    def _check(self, batch: Batch, next_positions: Mapping[int, int]) -> None:
+    def _check(
+        self, batch: Batch, next_positions: Mapping[int, int], lengths: Mapping[int, int]
+    ) -> None:
         """`check_batch` with the sizes of this bundle."""
         check_batch(
             batch,
@@ -448,20 +359,6 @@ class Engine:
             context=self.manifest.capacity.context,
             sequences=self.num_sequences,
             next_positions=next_positions,
+            lengths=lengths,
+            rule=self.manifest.position_rule,
         )
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UsageError("this engine is closed; load the bundle again")
-
-    @contextmanager
-    def _in_use(self) -> Iterator[None]:
-        self._check_open()
-        if not self._lock.acquire(blocking=False):
-            raise UsageError(
-                "this engine is in use by another thread; use one engine a thread"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()

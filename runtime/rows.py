@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from cachegraph.models.contract import CacheKind, Contract
+from cachegraph.models.contract import MAY_SHARE, CacheKind, Contract
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.binding import Binder, Buffer
-from cachegraph.runtime.sequences import RowMove
+from cachegraph.runtime.sequence_memory import RowMove
 
 
 def copy_rows(
@@ -31,21 +31,25 @@ def copy_rows(
 def zero_stream(
     binder: Binder, contract: Contract, caches: Mapping[str, Buffer], stream: int
 ) -> None:
-    """Zero the whole block of a stream in every compressed, indexer and state cache."""
+    """Zero the whole block of a stream in every cache whose rows no sequences may share."""
     for spec in contract.caches:
-        if spec.kind is not CacheKind.RAW:
+        if spec.kind not in MAY_SHARE:
             start = spec.layout.base(stream)
             binder.zero_rows(caches[spec.name], start, start + spec.layout.rows_per_stream)
 
 
-def zero_raw(
-    binder: Binder, contract: Contract, caches: Mapping[str, Buffer], rows: IntArray
+def zero_rows(
+    binder: Binder,
+    contract: Contract,
+    caches: Mapping[str, Buffer],
+    kind: CacheKind,
+    rows: IntArray,
 ) -> None:
-    """Zero raw rows, which are ascending, in every raw cache."""
+    """Zero rows, which are ascending, in every cache of a kind."""
     if not rows.size:
         return
     spans = np.split(rows, (np.diff(rows) != 1).nonzero()[0] + 1)
     for spec in contract.caches:
-        if spec.kind is CacheKind.RAW:
+        if spec.kind is kind:
             for span in spans:
                 binder.zero_rows(caches[spec.name], int(span[0]), int(span[-1]) + 1)

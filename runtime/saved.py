@@ -67,7 +67,8 @@ class SavedSequence(_Part):
 
     raw_first: first position behind the pinned ones whose raw row is stored; the rows of the
     pinned ones come before it. state_first: the same for the state rows of each compressor; both
-    run to length - 1. Compressed rows are stored from the first. draft: only where the engine
+    run to length - 1. Compressed and attention rows are stored from the first. depth: recurrent
+    states are those after length - depth .. length tokens. draft: only where the engine
     drafted; without it drafts start anew after a restore.
     """
 
@@ -75,6 +76,7 @@ class SavedSequence(_Part):
     length: NonNegativeInt
     raw_first: NonNegativeInt
     state_first: dict[CacheKind, NonNegativeInt]
+    depth: NonNegativeInt = 0
     draft: SavedDraft | None = None
 
 
@@ -94,7 +96,7 @@ def identity_of(manifest: Manifest) -> Identity:
         family=manifest.family,
         weights_sha256=manifest.weights.sha256,
         config=manifest.config,
-        pinned=manifest.planners.raw_rows.pinned,
+        pinned=manifest.capacity.pinned,
         caches={c.name: (c.width, c.dtype.value) for c in manifest.caches},
     )
 
@@ -102,6 +104,11 @@ def identity_of(manifest: Manifest) -> Identity:
 def tokens_name(seq_id: int) -> str:
     """Name of a sequence's token ids, int64 [length]."""
     return f"{seq_id}.tokens"
+
+
+def places_name(seq_id: int) -> str:
+    """Name of a sequence's positions, int64 [length, 3], where a token has three."""
+    return f"{seq_id}.places"
 
 
 def rows_name(seq_id: int, cache: str) -> str:

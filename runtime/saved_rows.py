@@ -11,15 +11,17 @@ import numpy as np
 from cachegraph.models.contract import CARRIED, CacheKind, Contract
 from cachegraph.models.errors import CapacityError, StateFileError
 from cachegraph.models.manifest import DraftEntry
+from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.binding import Binder, Buffer
 from cachegraph.runtime.saved import (
     Description,
     Rows,
     SavedSequence,
+    places_name,
     rows_name,
     tokens_name,
 )
-from cachegraph.runtime.sequences import SequenceTable, StoredRows
+from cachegraph.runtime.sequence_memory import SequenceMemory, StoredRows
 
 
 class Placed(NamedTuple):
@@ -29,11 +31,12 @@ class Placed(NamedTuple):
     rows: StoredRows
     values: dict[str, Rows]
     tokens: list[int]
+    places: IntArray | None
 
 
 def collect(
     seq_id: int,
-    table: SequenceTable,
+    table: SequenceMemory,
     binder: Binder,
     contract: Contract,
     caches: Mapping[str, Buffer],
@@ -41,14 +44,19 @@ def collect(
     """Copies of everything that one sequence carries."""
     stored = table.stored(seq_id)
     tensors: dict[str, Rows] = {tokens_name(seq_id): np.array(table.tokens(seq_id), np.int64)}
+    if (places := table.places(seq_id)) is not None:
+        tensors[places_name(seq_id)] = places
     for spec in contract.caches:
+        if spec.kind not in stored.rows:
+            continue
         values = binder.read_rows(caches[spec.name], stored.rows[spec.kind])
         tensors[rows_name(seq_id, spec.name)] = values
     saved = SavedSequence(
         seq_id=seq_id,
         length=stored.length,
         raw_first=stored.raw_first,
-        state_first=stored.state_first,
+        state_first=dict(stored.state_first),
+        depth=stored.depth,
     )
     return saved, tensors
 
@@ -58,7 +66,7 @@ def check_placement(
     description: Description,
     tensors: Mapping[str, Rows],
     targets: Mapping[int, int],
-    table: SequenceTable,
+    table: SequenceMemory,
     contract: Contract,
     context: int,
 ) -> list[Placed]:
@@ -83,7 +91,7 @@ def check_placement(
         if tokens.shape != (saved.length,):
             raise StateFileError(f"{path}: {tokens.size} token ids, wanted {saved.length}")
         try:
-            rows = table.slots_for(slot, saved.length, saved.raw_first, saved.state_first)
+            rows = table.slots_for(slot, saved)
         except StateFileError as error:
             raise StateFileError(
                 f"{path}: sequence {seq_id}: {error}; save it again"
@@ -96,8 +104,10 @@ def check_placement(
                 rows.raw_pinned if spec.kind is CacheKind.RAW else 0,
             )
             for spec in contract.caches
+            if spec.kind in rows.rows
         }
-        placed.append(Placed(slot, rows, values, tokens.tolist()))
+        places = _places(path, tensors, saved) if table.has_places else None
+        placed.append(Placed(slot, rows, values, tokens.tolist(), places))
     return placed
 
 
@@ -116,6 +126,11 @@ def check_draft(
             f"{path}: sequence {saved.seq_id}: its draft part {draft} does not fit {saved.length} "
             "tokens; save it again"
         )
+    if draft.raw_first == 0 < draft.paired:
+        raise StateFileError(
+            f"{path}: sequence {saved.seq_id} has a draft row of its first token, which has no "
+            "pair; restore it without drafting and save it again"
+        )
     widths = {CARRIED: entry.hidden.width} | {c.name: c.width for c in entry.contract.caches}
     for name, width in widths.items():
         count = draft.end - draft.first if name == CARRIED else draft.paired - draft.raw_first
@@ -125,6 +140,20 @@ def check_draft(
                 f"{path}: {rows_name(saved.seq_id, name)} has shape {shape}, wanted "
                 f"{(count, width)}; save the sequence again"
             )
+
+
+def _places(path: Path, tensors: Mapping[str, Rows], saved: SavedSequence) -> IntArray:
+    """Positions of a saved sequence; StateFileError where they cannot have been."""
+    places: IntArray = _tensor(path, tensors, places_name(saved.seq_id))
+    if places.shape != (saved.length, 3) or places.dtype != np.int64:
+        raise StateFileError(
+            f"{path}: positions of shape {places.shape}, wanted {(saved.length, 3)} int64"
+        )
+    if saved.length and (places.min() < 0 or (np.diff(places[:, 0]) < 0).any()):
+        raise StateFileError(
+            f"{path}: positions of sequence {saved.seq_id} fall; save it again"
+        )
+    return places
 
 
 def _newest(path: Path, stored: Rows, shape: tuple[int, int], pinned: int) -> Rows:

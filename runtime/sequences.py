@@ -1,22 +1,24 @@
-"""The sequences of an engine: what each holds, where it can stand, and which rows an edit moves.
-
-Bookkeeping only: rows are named here and moved by `rows.py`. Every question that an edit depends on
-is asked of all components before anything changes, and the strictest answer counts.
-"""
+"""Window memory: the sequences of a family that keeps raw rows, compressed rows and state rings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from cachegraph.models.contract import CacheKind, Contract
-from cachegraph.models.errors import CapacityError, RewindError, StateFileError
+from cachegraph.models.errors import CapacityError, StateFileError
 from cachegraph.models.planner_specs import PlannerSpecs
 from cachegraph.runtime.batch import IntArray
-from cachegraph.runtime.cells import Reservation
+from cachegraph.runtime.planners.step import StepPlan, StepSizes, plan_step
+from cachegraph.runtime.saved import SavedSequence
+from cachegraph.runtime.sequence_memory import (
+    RowMove,
+    SequenceMemory,
+    StoredRows,
+    ranges,
+)
 from cachegraph.runtime.split import UBatch
 from cachegraph.runtime.unified_cells import cell_table
 
@@ -35,48 +37,17 @@ class _History:
     written: int = 0
 
 
-class RowMove(NamedTuple):
-    """Rows of one cache kind to copy, as global row numbers of equal count."""
-
-    kind: CacheKind
-    source: IntArray
-    target: IntArray
-
-
-class StoredRows(NamedTuple):
-    """The rows of one sequence, by cache kind, in the order of their positions.
-
-    Raw rows are those of the pinned positions and of raw_first .. length - 1, state rows those of
-    state_first .. length - 1, compressed rows those of every finished block.
-    """
-
-    length: int
-    raw_first: int
-    raw_pinned: int
-    state_first: dict[CacheKind, int]
-    rows: dict[CacheKind, IntArray]
-
-
-class SequenceTable:
-    """Cells, histories and reach of every sequence."""
+class SequenceTable(SequenceMemory):
+    """Window memory: cells, histories and reach of every sequence."""
 
     def __init__(self, contract: Contract, specs: PlannerSpecs) -> None:
+        super().__init__(contract.layout(CacheKind.RAW).streams)
+        self._sizes = StepSizes.of(specs, contract)
         self._contract = contract
         self._compressors = specs.compressors
         self._raw = specs.raw_rows
         self.cells = cell_table(contract.layout(CacheKind.RAW), specs.raw_rows)
         self._histories = [_History() for _ in range(self.cells.layout.streams)]
-        self._edits = [(0, "")] * self.cells.layout.streams
-        self._rewrites = [0] * self.cells.layout.streams
-
-    @property
-    def ids(self) -> range:
-        """Every sequence id."""
-        return range(self.cells.layout.streams)
-
-    def edits(self, seq_id: int) -> tuple[int, str]:
-        """How often a sequence was edited other than by a step, and the last edit in words."""
-        return self._edits[seq_id]
 
     def written(self, seq_id: int) -> int:
         """One past the highest position whose state row was written since it was empty."""
@@ -90,9 +61,28 @@ class SequenceTable:
         """The token ids held, by position."""
         return tuple(self._histories[seq_id].tokens)
 
-    def commit(self, reservation: Reservation, ubatch: UBatch) -> None:
+    def next_positions(self) -> dict[int, int]:
+        """The position that every sequence expects next."""
+        return self.cells.next_positions()
+
+    def count_before(self, seq_id: int, position: int) -> int:
+        """Tokens of a sequence below a position."""
+        return min(position, self.length(seq_id))
+
+    def check_room(self, ubatches: Iterable[UBatch]) -> None:
+        """As of `SequenceMemory`; a single ubatch is checked when it is planned."""
+        parts = tuple(ubatches)
+        if len(parts) > 1:
+            self.cells.check_room(parts)
+
+    def plan(self, ubatch: UBatch) -> StepPlan:
+        """As of `plan_step`."""
+        return plan_step(self._sizes, self.cells, ubatch)
+
+    def commit(self, plan: StepPlan) -> None:
         """Take a step that has run."""
-        self.cells.commit(reservation)
+        self.cells.commit(plan.reservation)
+        ubatch = plan.ubatch
         for stream, tokens in zip(
             ubatch.streams, ubatch.tokens.reshape(-1, ubatch.step), strict=True
         ):
@@ -110,6 +100,9 @@ class SequenceTable:
         self.cells.clear(seq_id)
         self._histories[seq_id] = _History()
         self._edited(seq_id, how)
+
+    def kept(self, seq_id: int) -> None:
+        """Nothing more to do."""
 
     def can_stand(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be cut to `position` tokens and go on as if never longer.
@@ -171,32 +164,7 @@ class SequenceTable:
         low = max(0, length - self.cells.ring) if self._raw.window > 1 else 0
         pinned = range(min(self._raw.pinned, length) + 1)
         asked = (*pinned, *range(max(pinned.stop, low), length + 1))
-        return _ranges(p for p in asked if self.can_stand(seq_id, p))
-
-    def reusable(self, seq_id: int, tokens: Sequence[int]) -> int:
-        """How many of `tokens` need no decoding: the longest common prefix with what is held.
-
-        Cut back to where the sequence can stand, and to leave one token to decode.
-        """
-        common = common_prefix(self._histories[seq_id].tokens, tokens)
-        position = min(common, len(tokens) - 1)
-        while position > 0 and not self.can_stand(seq_id, position):
-            position -= 1
-        return max(0, position)
-
-    def check_cut(self, seq_id: int, position: int) -> None:
-        """RewindError that names the reachable positions, unless the sequence can stand there."""
-        if self.can_stand(seq_id, position):
-            return
-        spans = ", ".join(
-            str(r.start) if len(r) == 1 else f"{r.start} to {r.stop - 1}"
-            for r in self.reachable(seq_id)
-        )
-        raise RewindError(
-            f"sequence {seq_id} holds {self.length(seq_id)} tokens and cannot be cut to "
-            f"{position}; it can stand at {spans}; rewind there and decode the rest again, or "
-            "export with a larger --rewind"
-        )
+        return ranges(p for p in asked if self.can_stand(seq_id, p))
 
     def cut(self, seq_id: int, position: int) -> None:
         """Take back all tokens from `position` on; `check_cut` was passed. Copies nothing."""
@@ -210,6 +178,10 @@ class SequenceTable:
         del history.tokens[position:]
         history.state_first = {k: min(p, position) for k, p in history.state_first.items()}
         self._edited(seq_id, "cut")
+
+    def own_rows(self, seq_id: int) -> dict[CacheKind, IntArray]:
+        """Raw rows that no other sequence uses."""
+        return {CacheKind.RAW: self.cells.own_rows(seq_id)}
 
     def live_rows(self, source: int, target: int) -> list[RowMove]:
         """The rows to copy so that stream `target` holds what `source` holds."""
@@ -241,17 +213,11 @@ class SequenceTable:
         }
         return self._rows_at(seq_id, length, raw_first, state_first)
 
-    def slots_for(
-        self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
-    ) -> StoredRows:
-        """The saved rows that a sequence would have here; the oldest of them may find no room.
-
-        In a unified cache raw rows get their places when the sequence is `restored`.
-        CapacityError where the context is too short, StateFileError where a row is missing that
-        the sequence needs.
-        """
+    def slots_for(self, seq_id: int, saved: SavedSequence) -> StoredRows:
+        """As of `SequenceMemory`."""
+        length, state_first = saved.length, saved.state_first
         pinned = min(self._raw.pinned, length)
-        raw = max(raw_first, length - self.cells.ring, pinned)
+        raw = max(saved.raw_first, length - self.cells.ring, pinned)
         states = {
             spec.kind: max(state_first.get(spec.kind, length), length - spec.ring_rows)
             for spec in self._compressors
@@ -271,7 +237,9 @@ class SequenceTable:
             raise StateFileError(f"raw rows begin at {raw}, inside the window")
         return self._rows_at(seq_id, length, raw, states)
 
-    def restored(self, seq_id: int, rows: StoredRows, tokens: Sequence[int]) -> None:
+    def restored(
+        self, seq_id: int, rows: StoredRows, tokens: Sequence[int], places: IntArray | None
+    ) -> None:
         """Make a sequence what was saved; `stored` then says where its rows go."""
         self.clear(seq_id)
         self.cells.place(seq_id, 0, rows.raw_pinned)
@@ -296,14 +264,6 @@ class SequenceTable:
             for spec in self._compressors
         )
 
-    def rewrites(self, seq_id: int) -> int:
-        """How often a sequence was edited so that the tokens it kept may be others."""
-        return self._rewrites[seq_id]
-
-    def _edited(self, seq_id: int, how: str) -> None:
-        self._rewrites[seq_id] += how != "cut"
-        self._edits[seq_id] = (self._edits[seq_id][0] + 1, how)
-
     def _rows_at(
         self, seq_id: int, length: int, raw_first: int, state_first: Mapping[CacheKind, int]
     ) -> StoredRows:
@@ -316,31 +276,14 @@ class SequenceTable:
             for kind, state in spec.serves:
                 rows[kind] = layout(kind).base(seq_id) + np.arange(length // spec.ratio)
                 rows[state] = layout(state).base(seq_id) + ring
-        return StoredRows(length, raw_first, pinned, dict(state_first), rows)
+        return StoredRows(
+            length=length,
+            rows=rows,
+            raw_first=raw_first,
+            raw_pinned=pinned,
+            state_first=dict(state_first),
+        )
 
     def _move(self, kind: CacheKind, source: int, target: int, offsets: IntArray) -> RowMove:
         layout = self._contract.layout(kind)
         return RowMove(kind, layout.base(source) + offsets, layout.base(target) + offsets)
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two texts share. Halves the span that differs, comparing slices."""
-    one, other = tuple(one), tuple(other)
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _ranges(values: Iterable[int]) -> tuple[range, ...]:
-    spans: list[range] = []
-    for value in values:
-        if spans and spans[-1].stop == value:
-            spans[-1] = range(spans[-1].start, value + 1)
-        else:
-            spans.append(range(value, value + 1))
-    return tuple(spans)

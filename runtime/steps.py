@@ -18,8 +18,8 @@ from cachegraph.runtime.batch import Batch, IntArray
 from cachegraph.runtime.binding import BoundCall
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.part import GraphPart
-from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
-from cachegraph.runtime.sequences import SequenceTable
+from cachegraph.runtime.planners.step import StepPlan, pick_bucket
+from cachegraph.runtime.sequence_memory import SequenceMemory
 from cachegraph.runtime.split import UBatch
 from cachegraph.runtime.stages import StageChain
 
@@ -34,14 +34,13 @@ class StepRunner:
         self,
         manifest: Manifest,
         graph: GraphPart | StageChain,
-        table: SequenceTable,
+        table: SequenceMemory,
         committed: Callable[[UBatch, BoundCall], None],
     ) -> None:
         self._manifest = manifest
         self._graph = graph
         self._table = table
         self._committed = committed
-        self._sizes = StepSizes.of(manifest.planners, manifest.contract)
 
     def run(
         self,
@@ -69,14 +68,14 @@ class StepRunner:
 
     def _step(self, ubatch: UBatch, done: int, result: str) -> tuple[IntArray, Rows]:
         """Plan, pad, run and commit one ubatch; entries that want a row, and their rows."""
-        plan = plan_step(self._sizes, self._table.cells, ubatch)
+        plan = self._table.plan(ubatch)
         bucket = pick_bucket(self._manifest.planners, self._manifest.ladder, plan)
         call = self._prepared(bucket, plan, done)
         try:
             self._graph.run(call)
         except Exception as error:
             raise self._dropped(ubatch, done, error) from error
-        self._table.commit(plan.reservation, ubatch)
+        self._table.commit(plan)
         self._committed(ubatch, call)
         wanted = plan.wanted_rows
         if not wanted.size:  # nothing to bring back from the device
@@ -94,7 +93,7 @@ class StepRunner:
         """The graph may have written state rows of these sequences: they are forgotten."""
         for seq in ubatch.streams:
             self._table.clear(seq)
-        kept = {s: n for s, n in self._table.cells.next_positions().items() if n}
+        kept = {s: n for s in self._table.ids if (n := self._table.length(s))}
         lengths = ", ".join(f"{s}: {n}" for s, n in kept.items()) or "none"
         return StepError(
             f"a graph call failed after {done} tokens of the batch were in; sequences "

@@ -13,10 +13,11 @@ from cachegraph.models.errors import RewindError, UsageError
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.binding import Binder, Buffer, PlacedBinder, allocate_caches
 from cachegraph.runtime.drafter import Drafter
+from cachegraph.runtime.hybrid import HybridMemory
 from cachegraph.runtime.interrupts import interrupts_held
 from cachegraph.runtime.memory import initial_caches
 from cachegraph.runtime.opening import OpenGraph
-from cachegraph.runtime.rows import copy_rows, zero_raw, zero_stream
+from cachegraph.runtime.rows import copy_rows, zero_rows, zero_stream
 from cachegraph.runtime.saved import (
     Rows,
     SavedSequence,
@@ -25,6 +26,7 @@ from cachegraph.runtime.saved import (
     write_state,
 )
 from cachegraph.runtime.saved_rows import Placed, check_draft, check_placement, collect
+from cachegraph.runtime.sequence_memory import SequenceMemory
 from cachegraph.runtime.sequences import SequenceTable
 
 
@@ -49,7 +51,7 @@ class SequenceStore:
         binders = {id(stage.binder): stage.binder for stage in stages}
         one = next(iter(binders.values()))
         self.binder: Binder = one if len(binders) == 1 else PlacedBinder(homes)
-        self.table = SequenceTable(self._contract, manifest.planners)
+        self.table = memory_of(manifest)
         self.drafter: Drafter | None = None
 
     @property
@@ -73,12 +75,13 @@ class SequenceStore:
     def clear(self, seq_id: int, *, data: bool = False) -> None:
         """Forget a sequence; with `data` zero its rows too."""
         self.check_id(seq_id)
-        own = self.table.cells.own_rows(seq_id)
+        own = self.table.own_rows(seq_id)
         with interrupts_held():
             self.table.clear(seq_id)
             if data:
                 zero_stream(self.binder, self._contract, self.caches, seq_id)
-                zero_raw(self.binder, self._contract, self.caches, own)
+                for kind, rows in own.items():
+                    zero_rows(self.binder, self._contract, self.caches, kind, rows)
                 if self.drafter is not None:
                     self.drafter.zero(seq_id)
 
@@ -97,6 +100,17 @@ class SequenceStore:
             self.table.check_cut(seq, position)
         for seq, position in cuts.items():
             self.table.cut(seq, position)
+
+    def rewind(self, seq_id: int, length: int) -> None:
+        """As of `Engine.rewind`."""
+        self.check_id(seq_id)
+        if not 0 <= length <= self.table.length(seq_id):
+            raise RewindError(
+                f"sequence {seq_id} holds {self.table.length(seq_id)} tokens; it cannot be "
+                f"rewound to {length}"
+            )
+        self.table.check_cut(seq_id, length)
+        self.table.cut(seq_id, length)
 
     def copy(self, source: int, target: int) -> int:
         """As of `Engine.copy`."""
@@ -162,12 +176,13 @@ class SequenceStore:
 
     def _put(self, placed: Placed) -> None:
         """Replace what a slot holds; a device that fails half-way leaves the slot empty."""
-        self.table.restored(placed.slot, placed.rows, placed.tokens)
+        self.table.restored(placed.slot, placed.rows, placed.tokens, placed.places)
         rows = self.table.stored(placed.slot).rows
         try:
             for spec in self._contract.caches:
-                cache = self.caches[spec.name]
-                self.binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
+                if spec.kind in rows:
+                    cache = self.caches[spec.name]
+                    self.binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
         except BaseException:
             self.table.clear(placed.slot)
             raise
@@ -176,13 +191,21 @@ class SequenceStore:
         """The length a sequence has after `remove`; RewindError for a range in the middle."""
         self.check_id(seq_id)
         length = self.table.length(seq_id)
-        start, stop = max(0, first), length if end < 0 else min(end, length)
+        start = self.table.count_before(seq_id, max(0, first))
+        stop = length if end < 0 else self.table.count_before(seq_id, end)
         if start >= stop:
             return length
         if stop < length:
             raise RewindError(
-                f"sequence {seq_id}: positions {start} to {stop - 1} cannot be removed while "
-                f"{stop} to {length - 1} stay: rows behind them depend on absolute positions; "
-                f"remove from {start} to the end and decode the rest again"
+                f"sequence {seq_id}: tokens {start} to {stop - 1} cannot be removed while "
+                f"{stop} to {length - 1} stay: what they left in rows and states depends on those "
+                f"before them; remove from {start} to the end and decode the rest again"
             )
         return start
+
+
+def memory_of(manifest: Manifest) -> SequenceMemory:
+    """The bookkeeping that a bundle's planners need."""
+    if manifest.planners.raw is not None:
+        return SequenceTable(manifest.contract, manifest.planners)
+    return HybridMemory(manifest.contract, manifest.planners, manifest.capacity)

@@ -53,14 +53,26 @@ def _summary(manifest: Manifest) -> Iterator[str]:
 
 
 def _planner_words(manifest: Manifest) -> str:
-    raw = manifest.planners.raw_rows
-    pinned = f", {raw.pinned} pinned" if raw.pinned else ""
-    sharing = manifest.layouts[CacheKind.RAW].sharing.value
-    words = [f"raw (window {raw.window}{pinned}, {sharing} rows)"]
-    for spec in manifest.planners.compressors:
+    specs = manifest.planners
+    words = []
+    if specs.raw is not None:
+        pinned = f", {specs.raw.pinned} pinned" if specs.raw.pinned else ""
+        sharing = manifest.layouts[CacheKind.RAW].sharing.value
+        words.append(f"raw (window {specs.raw.window}{pinned}, {sharing} rows)")
+    for spec in specs.compressors:
         served = " and ".join(kind.value for kind, _ in spec.serves)
         how = "overlapping" if spec.overlap else "not overlapping"
         words.append(f"compressor of {served} (ratio {spec.ratio}, {how})")
+    if specs.pooled is not None:
+        sharing = manifest.layouts[CacheKind.KEYS].sharing.value
+        words.append(
+            f"pooled index (pools of {specs.pooled.pool} by {specs.pooled.grouping.value}, a query "
+            f"keeps {specs.pooled.top_pools} and its tail, {sharing} rows)"
+        )
+    if specs.recurrent is not None:
+        words.append(f"recurrent states ({specs.recurrent.snapshots} snapshots a sequence)")
+    for ngram in specs.ngrams:
+        words.append(f"hashed n-grams (up to {len(ngram.multipliers)} tokens)")
     return ", ".join(words)
 
 

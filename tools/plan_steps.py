@@ -16,12 +16,14 @@ from cachegraph.models.contract import CacheKind, Contract, RowLayout
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.manifest import Manifest
 from cachegraph.models.plan_fields import CompressorFields, RawFields, plan_name
-from cachegraph.models.planner_specs import CompressorSpec
+from cachegraph.models.planner_specs import PlannerSpecs
+from cachegraph.models.pooled_fields import PooledFields, pooled_name
+from cachegraph.models.recurrent_spec import RecurrentFields, recurrent_name
 from cachegraph.runtime.batch import Batch, IntArray, check_batch
 from cachegraph.runtime.padding import Filler
-from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
+from cachegraph.runtime.planners.step import StepPlan, pick_bucket
 from cachegraph.runtime.split import split_batch
-from cachegraph.runtime.unified_cells import cell_table
+from cachegraph.runtime.store import memory_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,15 +87,13 @@ class _Host:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._contract = manifest.contract
-        self._cells = cell_table(
-            self._contract.layout(CacheKind.RAW), manifest.planners.raw_rows
-        )
-        self._sizes = StepSizes.of(manifest.planners, self._contract)
+        self._memory = memory_of(manifest)
         self._filler = Filler(self._contract, manifest.planners)
 
     def step(self, size: int, sequences: int) -> StepReport:
         manifest = self._manifest
-        starts = self._cells.next_positions()
+        memory = self._memory
+        starts = {seq: memory.following(seq) for seq in memory.ids}
         owners = np.repeat(np.arange(sequences), size).tolist()
         tokens = np.arange(size * sequences) % manifest.vocab_size
         batch = Batch.of(tokens, None, owners, starts=starts)
@@ -103,12 +103,15 @@ class _Host:
             context=manifest.capacity.context,
             sequences=manifest.capacity.sequences,
             next_positions=starts,
+            rule=manifest.position_rule,
         )
+        if memory.has_places:
+            batch = batch.placed()
         calls = []
         for ubatch in split_batch(batch, manifest.ladder):
-            plan = plan_step(self._sizes, self._cells, ubatch)
+            plan = memory.plan(ubatch)
             calls.append(self._call(plan))
-            self._cells.commit(plan.reservation)
+            memory.commit(plan)
         return StepReport(tokens=size, calls=tuple(calls))
 
     def _call(self, plan: StepPlan) -> CallReport:
@@ -125,7 +128,7 @@ class _Host:
             dims=dims,
             logical=self._logical(dims, plan),
             padded=padded,
-            caches=tuple(_cache_uses(self._contract, manifest.planners.compressors, padded)),
+            caches=tuple(_cache_uses(self._contract, manifest.planners, padded)),
         )
 
     def _logical(self, dims: Mapping[str, int], plan: StepPlan) -> dict[str, IntArray]:
@@ -138,19 +141,29 @@ class _Host:
 
 
 def _cache_uses(
-    contract: Contract,
-    compressors: Sequence[CompressorSpec],
-    padded: Mapping[str, IntArray],
+    contract: Contract, specs: PlannerSpecs, padded: Mapping[str, IntArray]
 ) -> Iterator[CacheUse]:
     """What the padded plan makes each kind of cache write and read."""
-    raw = RawFields(*(padded[plan_name(CacheKind.RAW, f)] for f in RawFields._fields))
-    yield _use(contract, CacheKind.RAW, raw.write_idxs, raw.read_idxs)
-    for spec in compressors:
+    if specs.raw is not None:
+        raw = RawFields(*(padded[plan_name(CacheKind.RAW, f)] for f in RawFields._fields))
+        yield _use(contract, CacheKind.RAW, raw.write_idxs, raw.read_idxs)
+    for spec in specs.compressors:
         names = (plan_name(spec.kind, field) for field in CompressorFields._fields)
         plan = CompressorFields(*(padded[name] for name in names))
         for kind, state in spec.serves:
             yield _use(contract, kind, plan.state_write_idxs, plan.rows)
             yield _use(contract, state, plan.state_persist_dst_idxs, plan.state_old_idxs)
+    if specs.pooled is not None:
+        pools = PooledFields(*(padded[pooled_name(f)] for f in PooledFields._fields))
+        attended = np.concatenate((pools.pool_idxs.ravel(), pools.tail_idxs.ravel()))
+        for kind in (CacheKind.KEYS, CacheKind.VALUES):
+            yield _use(contract, kind, pools.k_idxs, attended)
+        yield _use(contract, CacheKind.INDEX, pools.k_idxs, pools.new_pool_idxs)
+        yield _use(contract, CacheKind.POOLED, pools.new_pool_rep, pools.pool_cells)
+    if specs.recurrent is not None:
+        states = RecurrentFields(*(padded[recurrent_name(f)] for f in RecurrentFields._fields))
+        for kind in dict.fromkeys(c.kind for c in contract.caches if c.kind.is_recurrent):
+            yield _use(contract, kind, states.state_write_dst_idxs, states.state_read_idxs)
 
 
 def _use(contract: Contract, kind: CacheKind, writes: IntArray, reads: IntArray) -> CacheUse:

@@ -18,8 +18,9 @@ from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.deepseek_v4.compressor import Compressor
 from cachegraph.graphgen.deepseek_v4.indexer import Indexer
 from cachegraph.graphgen.deepseek_v4.output import GroupedOutput
-from cachegraph.graphgen.deepseek_v4.step import MASKED, CompressorStep, StepValues
+from cachegraph.graphgen.deepseek_v4.step import CompressorStep, StepValues
 from cachegraph.graphgen.layers.linear import FloatLinear, Matrix, linear
+from cachegraph.graphgen.layers.masks import MASKED
 from cachegraph.graphgen.layers.norm import RMSNorm, rms_norm
 from cachegraph.graphgen.layers.rope import rotate
 from cachegraph.graphgen.weights.parameter import Read, vector

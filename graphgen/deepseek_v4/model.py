@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
 from cachegraph.graphgen.cache_ops import Stored, stored_caches
 from cachegraph.graphgen.deepseek_v4.attention import Attention, Caches
-from cachegraph.graphgen.deepseek_v4.experts import expert_layer, swiglu
 from cachegraph.graphgen.deepseek_v4.hyper import HyperConnection, HyperHead, merge
 from cachegraph.graphgen.deepseek_v4.router import Router
 from cachegraph.graphgen.deepseek_v4.step import StepValues, emit_step
+from cachegraph.graphgen.layers.experts import ExpertSizes, expert_layer, swiglu
 from cachegraph.graphgen.layers.linear import (
     FLOAT_TYPES,
     DequantLinear,
@@ -53,6 +54,32 @@ class SharedExpert(nn.Module):
         return self.down(op, swiglu(op, gate, up, self.limit))
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Checkpoint names of one layer's experts; `prefix` such as layers.3.ffn.experts."""
+
+    prefix: str
+
+    def gate_up(self, expert: int) -> list[str]:
+        """W1 (gate) then W3 (up), each [I, D]."""
+        return [f"{self.prefix}.{expert}.{part}.weight" for part in ("w1", "w3")]
+
+    def down(self, expert: int) -> str:
+        """W2, [D, I]."""
+        return f"{self.prefix}.{expert}.w2.weight"
+
+
+def expert_sizes(config: DeepseekV4Config) -> ExpertSizes:
+    """Sizes of every expert layer of a model."""
+    return ExpertSizes(
+        hidden=config.hidden_size,
+        inner=config.expert_size,
+        count=config.num_experts,
+        chosen=config.experts_per_token,
+        limit=config.swiglu_limit,
+    )
+
+
 class FeedForward(nn.Module):
     """Routed experts times the routed scaling factor, plus the shared expert."""
 
@@ -62,12 +89,14 @@ class FeedForward(nn.Module):
         super().__init__()
         self.scale = config.routed_scaling_factor
         self.gate = Router(config, f"{prefix}.gate", layer < config.num_hash_layers)
-        self.experts = expert_layer(config, f"{prefix}.experts", options)
+        self.experts = expert_layer(
+            expert_sizes(config), ExpertNames(f"{prefix}.experts"), options
+        )
         self.shared_experts = SharedExpert(config, f"{prefix}.shared_experts", options)
 
     def forward(self, op: OpBuilder, x: ir.Value, values: StepValues) -> ir.Value:
         """x [T, D] -> [T, D]."""
-        routed = self.experts(op, x, self.gate(op, x, values), values)
+        routed = self.experts(op, x, self.gate(op, x, values))
         return op.Add(op.Mul(routed, self.scale), self.shared_experts(op, x))
 
 

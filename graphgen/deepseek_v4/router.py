@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.deepseek_v4.step import MASKED, StepValues
+from cachegraph.graphgen.deepseek_v4.step import StepValues
 from cachegraph.graphgen.layers.linear import FloatLinear, joined
+from cachegraph.graphgen.layers.routing import Routing
 from cachegraph.graphgen.weights.parameter import Read, tensor, vector
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.errors import CheckpointError
-
-
-class Routing(NamedTuple):
-    """scores [T, E] unbiased; columns int64 [T, K] chosen; weights [T, K] of the chosen.
-
-    The weights sum to 1; the routed scaling factor is applied to the experts' sum.
-    """
-
-    scores: ir.Value
-    columns: ir.Value
-    weights: ir.Value
 
 
 class Router(nn.Module):
@@ -55,7 +43,7 @@ class Router(nn.Module):
             _, columns = op.TopK(ranked, top, axis=-1, sorted=1, _outputs=2)
         chosen = op.GatherElements(scores, columns, axis=1)
         weights = op.Div(chosen, op.ReduceSum(chosen, [1], keepdims=1))
-        return Routing(scores, columns, weights)
+        return Routing(scores, columns, weights, values.num_tokens, self.config.num_experts)
 
 
 def _distinct(name: str, read: Read) -> NDArray[np.int64]:
@@ -69,40 +57,3 @@ def _distinct(name: str, read: Read) -> NDArray[np.int64]:
             "each expert once, so this checkpoint cannot be exported"
         )
     return table
-
-
-def dense_weights(
-    op: OpBuilder, config: DeepseekV4Config, routing: Routing, values: StepValues
-) -> ir.Value:
-    """[T, E]: the weight of each expert, 0 where it was not chosen."""
-    return _spread(op, config, routing, routing.weights, 0.0, values)
-
-
-def log_weights(
-    op: OpBuilder, config: DeepseekV4Config, routing: Routing, values: StepValues
-) -> ir.Value:
-    """[T, E]: log of the weight of each chosen expert, MASKED elsewhere.
-
-    A softmax over the k largest of them gives the weights back.
-    """
-    return _spread(op, config, routing, op.Log(routing.weights), MASKED, values)
-
-
-def choice_marks(
-    op: OpBuilder, config: DeepseekV4Config, routing: Routing, values: StepValues
-) -> ir.Value:
-    """[T, E]: 1 for each chosen expert, else 0."""
-    ones = op.Div(routing.weights, routing.weights)
-    return _spread(op, config, routing, ones, 0.0, values)
-
-
-def _spread(
-    op: OpBuilder,
-    config: DeepseekV4Config,
-    routing: Routing,
-    chosen: ir.Value,
-    rest: float,
-    values: StepValues,
-) -> ir.Value:
-    shape = op.Concat(values.num_tokens, [config.num_experts], axis=0)
-    return op.ScatterElements(op.Expand(rest, shape), routing.columns, chosen, axis=1)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cachegraph.graphgen.deepseek_v4.draft import DraftBlock
 from cachegraph.graphgen.deepseek_v4.model import DeepseekV4
 from cachegraph.graphgen.source import DraftSource, ModelSource, StageSource
+from cachegraph.graphgen.weights.files import read_folder
 from cachegraph.graphgen.weights.parameter import Read
+from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.models.contract import Contract
+from cachegraph.models.deepseek_v4.checkpoint import checkpoint_table
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import (
     contract,
@@ -22,10 +26,35 @@ from cachegraph.models.deepseek_v4.draft_contract import (
     draft_planners,
     hidden_spec,
 )
+from cachegraph.models.deepseek_v4.draft_tensors import has_draft
+from cachegraph.models.deepseek_v4.parse import load_config
+from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.deepseek_v4.serial import to_dict
 from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.plan_fields import SENTINELS
 from cachegraph.models.stages import stage_contract, stage_layers
+
+
+def checkpoint_source(folder: Path, options: ExportOptions) -> ModelSource:
+    """The model in a checkpoint folder, with its MTP block where it has one and it is wanted."""
+    config = load_config(folder)
+    with_draft = options.draft and has_draft(read_folder(folder))
+
+    def open_read() -> Read:
+        return open_checkpoint(folder, checkpoint_table(config, with_draft=with_draft)).read
+
+    return model_source(config, options, open_read, with_draft=with_draft)
+
+
+def preset_source(name: str, options: ExportOptions) -> ModelSource:
+    """A published model by name, without weights."""
+
+    def open_read() -> Read:
+        raise AssertionError("a preset has no weights to read")
+
+    config = preset_config(name)
+    with_draft = options.draft and config.num_nextn_layers > 0
+    return model_source(config, options, open_read, with_draft=with_draft)
 
 
 def model_source(

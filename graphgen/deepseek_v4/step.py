@@ -13,6 +13,8 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import OpBuilder
 
+from cachegraph.graphgen.layers.masks import MASKED
+from cachegraph.graphgen.layers.ranges import iota
 from cachegraph.graphgen.layers.rope import RopeTable, rope_table, rotation_matrix
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import DeepseekV4Config, LayerKind
@@ -23,8 +25,6 @@ from cachegraph.models.deepseek_v4.contract import (
 )
 from cachegraph.models.deepseek_v4.rope import inverse_frequencies
 from cachegraph.models.plan_fields import CompressorFields, RawFields, plan_name
-
-MASKED = -1e30  # finite: a row masked for every key stays finite, and exp gives an exact 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ def _raw_bias(
     if pinned:
         near = op.Or(near, op.Less(key, pinned))
     live = op.Less(
-        _iota(op, num_raw), op.Unsqueeze(raw.read_counts, [-1, -2])
+        iota(op, num_raw), op.Unsqueeze(raw.read_counts, [-1, -2])
     )  # [W] < [S, 1, 1]
     seen = op.And(op.And(op.LessOrEqual(key, query), near), live)  # [S, P, W]
     shape = op.Concat([-1, 1], num_raw, axis=0)
@@ -175,7 +175,7 @@ def _compressor_step(
         op.Mul(plan.state_read_idxs, parts), _constant(op, first, f"{kind.value}_parts")
     )
     num_exposed = op.Shape(plan.rows, start=1, end=2)
-    visible = op.Less(_iota(op, num_exposed), op.Unsqueeze(plan.n_visible, [-1]))
+    visible = op.Less(iota(op, num_exposed), op.Unsqueeze(plan.n_visible, [-1]))
     return CompressorStep(
         plan=plan,
         kv_idxs=kv_idxs,
@@ -190,8 +190,3 @@ def _compressor_step(
         bias=op.Where(visible, 0.0, MASKED),
         num_exposed=num_exposed,
     )
-
-
-def _iota(op: OpBuilder, length: ir.Value) -> ir.Value:
-    """0 .. length-1 as int64 [length]; length has shape [1]."""
-    return op.Range(0, op.Squeeze(length, [0]), 1)

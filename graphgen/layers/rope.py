@@ -1,4 +1,4 @@
-"""Interleaved (adjacent pair) rotary embedding on the last channels of a row."""
+"""Rotary embedding: adjacent pairs on the last channels of a row, or halves on its first ones."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def rotation_matrix(rope_dim: int) -> NDArray[np.float32]:
     return matrix
 
 
+def half_rotation_matrix(rope_dim: int) -> NDArray[np.float32]:
+    """[rope_dim, rope_dim] matrix of the quarter turn of every pair (i, i + rope_dim / 2)."""
+    matrix = np.zeros((rope_dim, rope_dim), np.float32)
+    first = np.arange(rope_dim // 2)
+    second = first + rope_dim // 2
+    matrix[second, first] = -1
+    matrix[first, second] = 1
+    return matrix
+
+
 def rope_table(
     op: OpBuilder,
     positions: ir.Value,
@@ -60,6 +70,14 @@ def rotate(op: OpBuilder, x: ir.Value, table: RopeTable, width: int) -> ir.Value
         return _turn(op, x, table)
     fixed, moving = op.Split(x, [width - table.rope_dim, table.rope_dim], axis=-1, _outputs=2)
     return op.Concat(fixed, _turn(op, moving, table), axis=-1)
+
+
+def rotate_first(op: OpBuilder, x: ir.Value, table: RopeTable, width: int) -> ir.Value:
+    """Rotate the first rope_dim channels of x [..., width]; the others pass through."""
+    if width == table.rope_dim:
+        return _turn(op, x, table)
+    moving, fixed = op.Split(x, [table.rope_dim, width - table.rope_dim], axis=-1, _outputs=2)
+    return op.Concat(_turn(op, moving, table), fixed, axis=-1)
 
 
 def _turn(op: OpBuilder, x: ir.Value, table: RopeTable) -> ir.Value:

@@ -41,7 +41,7 @@ from cachegraph.models.step_rows import batch_rows
 
 def draft_planners(config: DeepseekV4Config, capacity: Capacity) -> PlannerSpecs:
     """The planners of the draft graph: raw rows only, and none of them pinned."""
-    return planner_specs(config.draft, replace(capacity, pinned=0))
+    return planner_specs(config.draft, _own(capacity))
 
 
 def draft_ladder(config: DeepseekV4Config, capacity: Capacity) -> BucketLadder:
@@ -53,7 +53,7 @@ def draft_caches(
     config: DeepseekV4Config, capacity: Capacity, types: CacheTypes
 ) -> tuple[CacheSpec, ...]:
     """The raw cache, numbered as the layer behind the main ones; each stream has its own rows."""
-    own = caches(config.draft, replace(capacity, pinned=0), types)
+    own = caches(config.draft, _own(capacity), types)
     return tuple(replace(spec, layer=config.num_layers) for spec in own)
 
 
@@ -88,3 +88,12 @@ def hidden_spec(config: DeepseekV4Config, capacity: Capacity) -> CarriedSpec:
     return CarriedSpec(
         rows=capacity.rewind + 1, width=stream_width(config), dtype=DType.FLOAT32
     )
+
+
+def _own(capacity: Capacity) -> Capacity:
+    """What the draft graph's rows are sized by.
+
+    Drafts may run as far ahead of a sequence as a rewind reaches back, and their rows must not take
+    the place of those that its window sees then.
+    """
+    return replace(capacity, pinned=0, max_step=max(capacity.max_step, capacity.rewind))

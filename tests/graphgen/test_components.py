@@ -15,15 +15,21 @@ from support.bundles import BLOCKS
 from support.emitted import run_emitted
 from support.tiny import random_tensors, tiny_config
 
-from cachegraph.graphgen.deepseek_v4 import experts as expert_forms
-from cachegraph.graphgen.deepseek_v4.experts import expert_layer
 from cachegraph.graphgen.deepseek_v4.hyper import HyperConnection, HyperHead, merge
-from cachegraph.graphgen.deepseek_v4.model import FeedForward, SharedExpert
+from cachegraph.graphgen.deepseek_v4.model import (
+    ExpertNames,
+    FeedForward,
+    SharedExpert,
+    expert_sizes,
+)
 from cachegraph.graphgen.deepseek_v4.output import GroupedOutput
-from cachegraph.graphgen.deepseek_v4.router import Router, Routing
+from cachegraph.graphgen.deepseek_v4.router import Router
+from cachegraph.graphgen.layers import experts as expert_forms
+from cachegraph.graphgen.layers.experts import expert_layer
 from cachegraph.graphgen.layers.linear import linear
 from cachegraph.graphgen.layers.norm import RMSNorm
 from cachegraph.graphgen.layers.rope import rope_table, rotate, rotation_matrix
+from cachegraph.graphgen.layers.routing import Routing
 from cachegraph.graphgen.weights.parameter import vector
 from cachegraph.graphgen.weights.quantise import dequantise, quantise
 from cachegraph.models.deepseek_v4 import twin_parts as twin
@@ -167,7 +173,8 @@ def test_router(tmp_path: Path, layer: int) -> None:
     x, tokens = model.random(T, config.hidden_size), np.arange(11, 11 + T)
 
     def emit(op, v):
-        found = router(op, v["x"], SimpleNamespace(tokens=v["tokens"]))
+        size = op.Shape(v["x"], start=0, end=1)
+        found = router(op, v["x"], SimpleNamespace(tokens=v["tokens"], num_tokens=size))
         return [found.scores, op.Cast(found.columns, to=1), found.weights]
 
     feeds = {"x": x, "tokens": tokens}
@@ -215,15 +222,15 @@ def test_expert_layer(
     model = Model.of(**{**BLOCKS, "swiglu_limit": 0.75})
     config, prefix = model.config, "layers.1.ffn.experts"
     options = ExportOptions(dialect=dialect, weights=weights, experts=which)
-    layer = expert_layer(config, prefix, options)
+    layer = expert_layer(expert_sizes(config), ExpertNames(prefix), options)
     assert type(layer) is getattr(expert_forms, form)
     x = model.random(T, config.hidden_size)
     scores, columns, shares = a_routing(config)
 
     def emit(op, v):
-        routing = Routing(v["scores"], v["columns"], v["shares"])
         size = op.Shape(v["x"], start=0, end=1)
-        return [layer(op, v["x"], routing, SimpleNamespace(num_tokens=size))]
+        routing = Routing(v["scores"], v["columns"], v["shares"], size, config.num_experts)
+        return [layer(op, v["x"], routing)]
 
     feeds = {"x": x, "scores": scores, "columns": columns, "shares": shares}
     (ours,) = run_emitted(tmp_path, emit, feeds, model.tensors.__getitem__)

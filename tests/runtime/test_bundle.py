@@ -128,6 +128,42 @@ def half_state(manifest: dict[str, Any]) -> None:
     entry["dtype"] = "float16"
 
 
+def put(value: object, *place: str | int) -> Callable[[Path], None]:
+    """Writes a value into the manifest."""
+
+    def change(manifest: Any) -> None:
+        for key in place[:-1]:
+            manifest = manifest[key]
+        manifest[place[-1]] = value
+
+    return edited(change)
+
+
+RAW, CSA, LADDER = ("planners", "raw"), ("planners", "compressors", 0), "ladder"
+SIZES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "window 0": (put(0, *RAW, "window"), "the raw window is 0 rows"),
+    "window -1": (put(-1, *RAW, "window"), "the raw window is -1 rows"),
+    "pinned -1": (put(-1, *RAW, "pinned"), "-1 raw rows are pinned"),
+    "ratio 0": (put(0, *CSA, "ratio"), "the csa plan has a ratio of 0 tokens"),
+    "ratio -4": (put(-4, *CSA, "ratio"), "the csa plan has a ratio of -4 tokens"),
+    "rewind -1": (put(-1, *CSA, "rewind"), "the csa plan has a rewind of -1 tokens"),
+    "serves nothing": (put([], *CSA, "serves"), "the csa plan serves no cache of its kind"),
+    "serves others": (
+        put([["hca", "hca_state"]], *CSA, "serves"),
+        "the csa plan serves no cache of its kind",
+    ),
+    "unit 0": (put(0, "planners", "context_unit"), "a row of the context rung is 0 tokens"),
+    "unit -1": (put(-1, "planners", "context_unit"), "a row of the context rung is -1 tok"),
+    "no streams": (put([], LADDER, "streams"), "the rungs of streams are (), wanted one or"),
+    "no steps": (put([], LADDER, "steps"), "the rungs of steps are (), wanted one or more"),
+    "no contexts": (put([], LADDER, "contexts"), "the rungs of contexts are (), wanted one"),
+    "falling streams": (
+        put([4, 2, 1], LADDER, "streams"),
+        "the rungs of streams are (4, 2, 1), wanted one or more",
+    ),
+    "step 0": (put([0, 4], LADDER, "steps"), "the rungs of steps are (0, 4), wanted one or"),
+}
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no manifest": (removed(MANIFEST_NAME), "is no bundle: it has no manifest.json"),
     "not JSON": (wrote(MANIFEST_NAME, b"{"), "is not JSON"),
@@ -175,6 +211,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
         other_header,
         "is not the weights file that this bundle was written with",
     ),
+    **SIZES,
 }
 
 

@@ -161,7 +161,7 @@ def give(made: SequenceTable, position: int) -> None:
         wants_logits=np.zeros(1, np.bool_),
         source=np.zeros(1, np.int64),
     )
-    made.commit(made.cells.reserve(ubatch), ubatch)
+    made.commit(made.plan(ubatch))
 
 
 def test_moving_back_and_forth_is_the_same_as_never_having_moved() -> None:

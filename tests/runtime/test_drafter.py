@@ -13,12 +13,20 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from support.bundles import CAPACITY, Bundles, with_capacity
-from support.tiny import random_tensors, tiny_config
+from support.draft_judge import (
+    CONFIG,
+    DRAFTS,
+    NEAR,
+    Judge,
+    Logits,
+    bundle_of,
+    check,
+    drafted,
+    load,
+)
 
 from cachegraph.models.cache_types import CacheType
 from cachegraph.models.contract import RowSharing
-from cachegraph.models.deepseek_v4.twin import TwinRun, forward
-from cachegraph.models.deepseek_v4.twin_draft import draft_greedy
 from cachegraph.models.errors import (
     BatchError,
     CachegraphError,
@@ -35,32 +43,6 @@ from cachegraph.runtime.padding import fill_rows
 
 pytestmark = pytest.mark.r2
 
-SEED, NEAR, CLIFF, DRAFTS = 1, 1e-4, 1e-5, 3
-CONFIG = tiny_config()
-WEIGHTS = random_tensors(CONFIG, SEED, with_draft=True)
-Logits = NDArray[np.float32]
-
-
-class Judge:
-    """The twins' drafts behind a text; texts of near ties are never asked about."""
-
-    def __init__(self) -> None:
-        self._runs: dict[tuple[int, ...], TwinRun] = {}
-
-    def main(self, tokens: Sequence[int]) -> TwinRun:
-        key = tuple(tokens)
-        if key not in self._runs:
-            self._runs[key] = forward(CONFIG, WEIGHTS, np.array(key))
-        return self._runs[key]
-
-    def drafts(
-        self, tokens: Sequence[int], pending: int, count: int, known_from: int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Greedy drafts and their logits, where streams are known from a position on."""
-        streams = self.main(tokens).streams[known_from:]
-        ids = [*tokens[known_from + 1 :], pending]
-        return draft_greedy(CONFIG, WEIGHTS, streams, ids, count)
-
 
 @pytest.fixture(scope="module")
 def judge() -> Judge:
@@ -69,16 +51,7 @@ def judge() -> Judge:
 
 @pytest.fixture(scope="module")
 def text(judge: Judge) -> list[int]:
-    """Seventy tokens whose every cut is wide."""
-    for seed in range(100):
-        tokens = np.random.default_rng(seed).integers(CONFIG.vocab_size, size=70).tolist()
-        if judge.main(tokens).smallest_gap >= CLIFF:
-            return [int(token) for token in tokens]
-    raise AssertionError("no text without a near tie")
-
-
-def bundle_of(bundles: Bundles, *, with_draft: bool = True, **choices: Any) -> Path:
-    return bundles.bundle(bundles.checkpoint(seed=SEED, with_draft=with_draft), **choices)
+    return judge.text(70)
 
 
 @pytest.fixture(scope="module")
@@ -92,41 +65,6 @@ def engine(opened: Engine) -> Engine:
     opened.clear()
     opened.checkpoints.release()
     return opened
-
-
-def load(folder: Path, *, draft: bool = True) -> Engine:
-    return Engine.load(folder, device="cpu", threads=1, spinning=False, draft=draft)
-
-
-def drafted(
-    engine: Engine, pending: dict[int, int], count: int = DRAFTS
-) -> tuple[dict[int, list[int]], dict[int, list[Logits]]]:
-    """Greedy drafts of the engine, and the logits that they were chosen from."""
-    seen: dict[int, list[Logits]] = {seq: [] for seq in pending}
-
-    def choose(seq: int, row: Logits) -> int:
-        seen[seq].append(row.copy())
-        return int(row.argmax())
-
-    return engine.draft(pending, count, choose), seen
-
-
-def check(
-    engine: Engine,
-    judge: Judge,
-    pending: int,
-    seq: int = 0,
-    *,
-    count: int = DRAFTS,
-    known_from: int = 0,
-    near: float = NEAR,
-) -> list[int]:
-    """The drafts behind what a sequence holds are the twin's."""
-    tokens, logits = judge.drafts(engine.tokens(seq), pending, count, known_from)
-    found, seen = drafted(engine, {seq: pending}, count)
-    assert np.abs(np.stack(seen[seq]) - logits).max() <= near
-    assert found[seq] == tokens.tolist()
-    return found[seq]
 
 
 def feed(engine: Engine, seq: int, tokens: Sequence[int], chunks: Sequence[int]) -> None:

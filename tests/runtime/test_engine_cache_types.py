@@ -18,7 +18,6 @@ from support.engines import (
 )
 
 from cachegraph.models.cache_types import CacheType
-from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import StateFileError
 from cachegraph.runtime.batch import Batch
 from cachegraph.runtime.engine import Engine
@@ -99,7 +98,7 @@ def test_a_copy_goes_on_as_the_original_and_counts_its_bytes(engine: Engine) -> 
         for spec in (s for s in specs if s.kind is move.kind):
             array = engine._store.caches[spec.name].array
             assert array[move.target].tobytes() == array[move.source].tobytes(), spec.name
-    assert {move.kind for move in moves if move.source.size} == set(CacheKind)
+    assert {move.kind for move in moves if move.source.size} == {s.kind for s in specs}
     wanted = feed(engine, {0: 9})[0]
     found = feed(engine, {2: 9}, texts={2: 0})[2]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=SAME)

@@ -15,6 +15,7 @@ from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.deepseek_v4.config import LayerKind
 from cachegraph.models.errors import CapacityError, RewindError, StateFileError
+from cachegraph.runtime.saved import SavedSequence
 
 pytestmark = pytest.mark.r0
 
@@ -165,25 +166,29 @@ def test_questions_change_nothing() -> None:
         table.reachable(seq)
         table.stored(seq)
         table.live_rows(seq, 2)
-        table.slots_for(seq, 9, 0, {CacheKind.CSA: 0, CacheKind.HCA: 0})
+        table.slots_for(seq, saved(9, 0, {CacheKind.CSA: 0, CacheKind.HCA: 0}))
     assert np.array_equal(before, rows_in_use(here))
+
+
+def saved(length: int, raw_first: int, state_first: dict[CacheKind, int]) -> SavedSequence:
+    return SavedSequence(seq_id=0, length=length, raw_first=raw_first, state_first=state_first)
 
 
 def test_a_saved_sequence_that_lacks_rows_or_is_too_long_has_no_slots() -> None:
     table = world(context=20).table
     firsts = {CacheKind.CSA: 0, CacheKind.HCA: 0}
     with pytest.raises(CapacityError, match="25 tokens does not fit"):
-        table.slots_for(0, 25, 0, firsts)
+        table.slots_for(0, saved(25, 0, firsts))
     with pytest.raises(StateFileError, match="raw rows begin at 13, inside the window"):
-        table.slots_for(0, 16, 13, firsts)
+        table.slots_for(0, saved(16, 13, firsts))
     with pytest.raises(
         StateFileError, match="csa state rows begin at 13, the open window at 12"
     ):
-        table.slots_for(0, 16, 0, {**firsts, CacheKind.CSA: 13})
+        table.slots_for(0, saved(16, 0, {**firsts, CacheKind.CSA: 13}))
     with pytest.raises(
         StateFileError, match="hca state rows begin at 16, the open window at 14"
     ):
-        table.slots_for(0, 16, 0, {CacheKind.CSA: 0})
+        table.slots_for(0, saved(16, 0, {CacheKind.CSA: 0}))
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 5, 9, 14, 20, 21, 38])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plan_world import config
+from support.sequence_model import as_saved
 
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind, RowSharing
@@ -55,8 +56,8 @@ class Pool:
         view = self.ours.cells.after(reservation)
         assert self._state() == before, "planning changed the table"
         assert len(set(reservation.rows.tolist())) == len(reservation.rows)
-        self.other.commit(self.other.cells.reserve(ubatch), ubatch)
-        self.ours.commit(reservation, ubatch)
+        self.other.commit(self.other.plan(ubatch))
+        self.ours.commit(self.ours.plan(ubatch))
         assert np.array_equal(view.positions, self.ours.cells._positions[:-1])
         assert np.array_equal(view.members, self.ours.cells._members[:, :-1])
         tokens = ubatch.tokens.reshape(len(seqs), step).tolist()
@@ -111,8 +112,8 @@ class Pool:
         stored = self.ours.stored(source)
         labels = [self.cells[row] for row in stored.rows[CacheKind.RAW].tolist()]
         for table in (self.ours, self.other):
-            rows = table.slots_for(target, stored.length, stored.raw_first, stored.state_first)
-            table.restored(target, rows, self.texts[source])
+            rows = table.slots_for(target, as_saved(stored))
+            table.restored(target, rows, self.texts[source], None)
         self.texts[target] = self.texts[source]
         places = self.ours.stored(target).rows[CacheKind.RAW].tolist()
         self.cells |= dict(zip(places, labels, strict=True))

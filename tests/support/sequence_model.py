@@ -20,7 +20,9 @@ from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.deepseek_v4.contract import contract, ladder, planner_specs
 from cachegraph.models.errors import RewindError
 from cachegraph.runtime.batch import Batch
-from cachegraph.runtime.sequences import SequenceTable, StoredRows
+from cachegraph.runtime.saved import SavedSequence
+from cachegraph.runtime.sequence_memory import StoredRows
+from cachegraph.runtime.sequences import SequenceTable
 from cachegraph.runtime.split import split_batch
 
 Label = tuple[int, ...]
@@ -127,10 +129,10 @@ class SequenceWorld:
         start = len(self.texts[seq])
         batch = Batch.of(tokens, range(start, start + num_tokens), [seq] * num_tokens)
         for part in split_batch(batch, self._ladder):
-            reservation = self.table.cells.reserve(part)
+            plan = self.table.plan(part)
             wanted = [self.memory.row(CacheKind.RAW, seq, p) for p in part.positions.tolist()]
-            assert reservation.rows.tolist() == wanted
-            self.table.commit(reservation, part)
+            assert plan.reservation.rows.tolist() == wanted
+            self.table.commit(plan)
             before = len(self.texts[seq])
             self.texts[seq] += tuple(part.tokens.tolist())
             self.memory.step(seq, self.texts[seq], before)
@@ -183,7 +185,7 @@ class SequenceWorld:
 
     def restore(self, file: StateFile, slot: int) -> None:
         old = file.stored
-        rows = self.table.slots_for(slot, old.length, old.raw_first, old.state_first)
+        rows = self.table.slots_for(slot, as_saved(old))
         self.memory.forget(slot)
         for kind, labels in file.labels.items():
             targets = rows.rows[kind].tolist()
@@ -193,7 +195,7 @@ class SequenceWorld:
             for row, label in zip(targets, kept, strict=True):
                 assert row // self.memory.sizes[kind] == slot
                 self.memory.rows[kind][row] = label
-        self.table.restored(slot, rows, file.tokens)
+        self.table.restored(slot, rows, file.tokens, None)
         self.texts[slot] = file.tokens
 
     def judge(self) -> None:
@@ -218,3 +220,13 @@ def rows_in_use(world: SequenceWorld) -> np.ndarray:
     """Copies of the table's own arrays, to see that a question changed nothing."""
     cells = world.table.cells
     return np.concatenate([cells._positions, cells._members.ravel(), cells._ends])
+
+
+def as_saved(stored: StoredRows) -> SavedSequence:
+    """What a file says of stored rows."""
+    return SavedSequence(
+        seq_id=0,
+        length=stored.length,
+        raw_first=stored.raw_first,
+        state_first=dict(stored.state_first),
+    )

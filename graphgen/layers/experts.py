@@ -1,26 +1,21 @@
 """Expert layers, one class per way of computing the routed sum.
 
-All compute sum_k weight_k * W2_k( silu(min(W1_k x, limit)) * clip(W3_k x, -limit, limit) ), the
-routed scaling factor left to the caller. Expert stacks are written one expert at a time.
+All compute sum_k weight_k * W2_k( silu(min(W1_k x, limit)) * clip(W3_k x, -limit, limit) ), without
+the bounds where the family has no limit; factors of the sum are left to the caller. Expert stacks
+are written one expert at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.deepseek_v4.router import (
-    Routing,
-    choice_marks,
-    dense_weights,
-    log_weights,
-)
-from cachegraph.graphgen.deepseek_v4.step import StepValues
 from cachegraph.graphgen.layers.linear import (
     ACCURACY_LEVEL,
     FLOAT_TYPES,
@@ -30,68 +25,79 @@ from cachegraph.graphgen.layers.linear import (
     linear,
     with_shape,
 )
+from cachegraph.graphgen.layers.routing import (
+    Routing,
+    choice_marks,
+    dense_weights,
+    log_weights,
+)
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, Weight
 from cachegraph.graphgen.weights.quantise import BLOCK, pack_bytes, quantise
-from cachegraph.models.deepseek_v4.config import DeepseekV4Config
 from cachegraph.models.export_options import Dialect, Experts, ExportOptions
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Checkpoint names of one layer's experts; `prefix` such as layers.3.ffn.experts."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSizes:
+    """Sizes of a layer's experts. limit: of the activations; None where they have none."""
 
-    prefix: str
+    hidden: int
+    inner: int
+    count: int
+    chosen: int
+    limit: float | None
+
+
+class ExpertNames(Protocol):
+    """Checkpoint names of one layer's experts."""
 
     def gate_up(self, expert: int) -> list[str]:
-        """W1 (gate) then W3 (up), each [I, D]."""
-        return [f"{self.prefix}.{expert}.{part}.weight" for part in ("w1", "w3")]
+        """Gate then up, each [I, D]."""
 
     def down(self, expert: int) -> str:
-        """W2, [D, I]."""
-        return f"{self.prefix}.{expert}.w2.weight"
+        """Down, [D, I]."""
 
 
 class ExpertLayer(nn.Module):
     """Common sizes of the expert layers."""
 
-    def __init__(self, config: DeepseekV4Config, prefix: str, options: ExportOptions) -> None:
+    def __init__(self, sizes: ExpertSizes, names: ExpertNames, options: ExportOptions) -> None:
         super().__init__()
-        self.config, self.options = config, options
-        self.names = ExpertNames(prefix)
-        self.hidden, self.size = config.hidden_size, config.expert_size
+        self.sizes, self.options, self.names = sizes, options, names
+        self.hidden, self.size = sizes.hidden, sizes.inner
         self.add_weights()
 
     def add_weights(self) -> None:
         """Declare the layer's parameters."""
         raise NotImplementedError
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """x [T, D] -> the weighted sum of the chosen experts, [T, D]."""
         raise NotImplementedError
 
 
-def expert_layer(config: DeepseekV4Config, prefix: str, options: ExportOptions) -> ExpertLayer:
+def expert_layer(
+    sizes: ExpertSizes, names: ExpertNames, options: ExportOptions
+) -> ExpertLayer:
     """The expert layer of the chosen dialect, weight form and expert lowering."""
     bits = options.weights.bits
     if options.experts is Experts.CHOSEN:
         if options.dialect is Dialect.ORT:
             form = FusedExperts if bits is None else FusedQuantExperts
-            return form(config, prefix, options)
+            return form(sizes, names, options)
         if bits is None:
-            return GatheredExperts(config, prefix, options)
+            return GatheredExperts(sizes, names, options)
         if bits == 8:
-            return GatheredInt8Experts(config, prefix, options)
+            return GatheredInt8Experts(sizes, names, options)
     if bits is None:
-        return BatchedExperts(config, prefix, options)
-    return SeparateExperts(config, prefix, options)
+        return BatchedExperts(sizes, names, options)
+    return SeparateExperts(sizes, names, options)
 
 
-def swiglu(op: OpBuilder, gate: ir.Value, up: ir.Value, limit: float) -> ir.Value:
-    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
-    gate = op.Clip(gate, None, limit)
-    return op.Mul(op.Mul(gate, op.Sigmoid(gate)), op.Clip(up, -limit, limit))
+def swiglu(op: OpBuilder, gate: ir.Value, up: ir.Value, limit: float | None) -> ir.Value:
+    """silu(min(gate, limit)) * clip(up, -limit, limit); without a limit silu(gate) * up."""
+    if limit is not None:
+        gate, up = op.Clip(gate, None, limit), op.Clip(up, -limit, limit)
+    return op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
 
 
 def interleaved(gate_up: list[NDArray[np.float32]]) -> NDArray[np.float32]:
@@ -105,7 +111,7 @@ class FusedExperts(ExpertLayer):
 
     def add_weights(self) -> None:
         """fc1 [E, 2I, D] and fc2 [E, D, I]."""
-        experts, dtype = self.config.num_experts, FLOAT_TYPES[self.options.weights]
+        experts, dtype = self.sizes.count, FLOAT_TYPES[self.options.weights]
 
         def make(read: Read) -> Iterator[Piece]:
             for e in range(experts):
@@ -117,18 +123,16 @@ class FusedExperts(ExpertLayer):
         self.fc1 = recipe.weight("fc1", [experts, 2 * self.size, self.hidden], dtype)
         self.fc2 = recipe.weight("fc2", [experts, self.hidden, self.size], dtype)
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """The softmax inside MoE turns log weights back into weights."""
         form = self.options.weights
         y = op.MoE(
             x,
-            log_weights(op, self.config, routing, values),
+            log_weights(op, routing),
             as_float(op, self.fc1, form),
             None,
             as_float(op, self.fc2, form),
-            **_fused_attributes(self.config),
+            **_fused_attributes(self.sizes),
             _domain="com.microsoft",
         )
         return with_shape(y, ["T", self.hidden])
@@ -139,7 +143,7 @@ class FusedQuantExperts(ExpertLayer):
 
     def add_weights(self) -> None:
         """fc1, fc2 as packed codes and f32 scales [E, out, in/block]."""
-        experts, block = self.config.num_experts, BLOCK
+        experts, block = self.sizes.count, BLOCK
         bits = self.options.weights.bits
         assert bits is not None
         check_blocks(self.names.gate_up(0)[0], self.hidden, block)
@@ -160,14 +164,12 @@ class FusedQuantExperts(ExpertLayer):
         self.fc2 = recipe.weight("fc2", [experts, h, i * bits // 8], u8)
         self.fc2_scales = recipe.weight("fc2_scales", [experts, h, i // block])
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """Chosen by marks, weighed by the unbiased scores (input 14), normalised inside."""
         bits = self.options.weights.bits
         y = op.QMoE(
             x,
-            choice_marks(op, self.config, routing, values),
+            choice_marks(op, routing),
             self.fc1,
             self.fc1_scales,
             None,
@@ -175,7 +177,7 @@ class FusedQuantExperts(ExpertLayer):
             self.fc2_scales,
             *[None] * 7,
             routing.scores,
-            **_fused_attributes(self.config),
+            **_fused_attributes(self.sizes),
             expert_weight_bits=bits,
             block_size=BLOCK,
             accuracy_level=ACCURACY_LEVEL if bits == 4 else 0,  # 8 bit has only this kernel
@@ -190,7 +192,7 @@ class GatheredExperts(ExpertLayer):
 
     def add_weights(self) -> None:
         """gate_up [E, D, 2I] and down [E, I, D]."""
-        experts, dtype = self.config.num_experts, FLOAT_TYPES[self.options.weights]
+        experts, dtype = self.sizes.count, FLOAT_TYPES[self.options.weights]
 
         def make(read: Read) -> Iterator[Piece]:
             for e in range(experts):
@@ -202,14 +204,12 @@ class GatheredExperts(ExpertLayer):
         self.gate_up = recipe.weight("gate_up", [experts, self.hidden, 2 * self.size], dtype)
         self.down = recipe.weight("down", [experts, self.size, self.hidden], dtype)
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """The chosen experts only."""
         gate_up = self._chosen(op, self.gate_up, routing)  # [T, K, D, 2I]
         hidden = op.MatMul(op.Unsqueeze(x, [1, 2]), gate_up)  # [T,1,1,D] -> [T,K,1,2I]
         gate, up = op.Split(hidden, [self.size] * 2, axis=-1, _outputs=2)
-        inner = swiglu(op, gate, up, self.config.swiglu_limit)
+        inner = swiglu(op, gate, up, self.sizes.limit)
         outputs = op.MatMul(inner, self._chosen(op, self.down, routing))  # [T, K, 1, D]
         weighted = op.Mul(outputs, op.Unsqueeze(routing.weights, [-1, -2]))
         return op.ReduceSum(weighted, [1, 2], keepdims=0)
@@ -223,7 +223,7 @@ class GatheredInt8Experts(ExpertLayer):
 
     def add_weights(self) -> None:
         """gate_up [E, 2I, D/b, b] and down [E, D, I/b, b] int8, scales [E, out, in/b, 1]."""
-        experts, block = self.config.num_experts, BLOCK
+        experts, block = self.sizes.count, BLOCK
         check_blocks(self.names.gate_up(0)[0], self.hidden, block)
         check_blocks(self.names.down(0), self.size, block)
 
@@ -243,15 +243,13 @@ class GatheredInt8Experts(ExpertLayer):
         self.down = recipe.weight("down", [*second, block], ir.DataType.INT8)
         self.down_scales = recipe.weight("down_scales", [*second, 1])
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """The chosen experts only."""
         column = op.Unsqueeze(x, [1, -1])  # [T, 1, D, 1]
         gate_up = self._chosen(op, self.gate_up, self.gate_up_scales, routing, self.hidden)
         hidden = op.MatMul(gate_up, column)  # [T, K, 2I, 1]
         gate, up = op.Split(hidden, [self.size] * 2, axis=2, _outputs=2)
-        inner = swiglu(op, gate, up, self.config.swiglu_limit)
+        inner = swiglu(op, gate, up, self.sizes.limit)
         down = self._chosen(op, self.down, self.down_scales, routing, self.size)
         outputs = op.MatMul(down, inner)  # [T, K, D, 1]
         weighted = op.Mul(outputs, op.Unsqueeze(routing.weights, [-1, -2]))
@@ -261,7 +259,7 @@ class GatheredInt8Experts(ExpertLayer):
         self, op: OpBuilder, codes: Weight, scales: Weight, routing: Routing, size_in: int
     ) -> ir.Value:
         """[T, K, out, in] f32 of the chosen experts."""
-        experts = self.config.experts_per_token
+        experts = self.sizes.chosen
         rows = op.Cast(op.Gather(codes, routing.columns, axis=0), to=ir.DataType.FLOAT)
         unpacked = op.Mul(rows, op.Gather(scales, routing.columns, axis=0))
         return op.Reshape(unpacked, [-1, experts, codes.sizes[1], size_in])
@@ -270,15 +268,13 @@ class GatheredInt8Experts(ExpertLayer):
 class BatchedExperts(GatheredExperts):
     """Every expert on every token as batched float products; the weights drop the others."""
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """All experts."""
         form = self.options.weights
         hidden = op.MatMul(op.Unsqueeze(x, [0]), as_float(op, self.gate_up, form))
         gate, up = op.Split(hidden, [self.size] * 2, axis=-1, _outputs=2)  # [E, T, I]
-        inner = swiglu(op, gate, up, self.config.swiglu_limit)
-        dense = op.Transpose(dense_weights(op, self.config, routing, values), perm=[1, 0])
+        inner = swiglu(op, gate, up, self.sizes.limit)
+        dense = op.Transpose(dense_weights(op, routing), perm=[1, 0])
         scaled = op.Mul(inner, op.Unsqueeze(dense, [-1]))  # [E, T, 1]
         outputs = op.MatMul(scaled, as_float(op, self.down, form))  # [E, T, D]
         return op.ReduceSum(outputs, [0], keepdims=0)
@@ -290,7 +286,7 @@ class SeparateExperts(ExpertLayer):
     def add_weights(self) -> None:
         """One linear pair per expert."""
         h, i, options = self.hidden, self.size, self.options
-        experts = range(self.config.num_experts)
+        experts = range(self.sizes.count)
         self.gate_up = nn.ModuleList(
             [linear(self.names.gate_up(e), h, 2 * i, options) for e in experts]
         )
@@ -298,29 +294,28 @@ class SeparateExperts(ExpertLayer):
             [linear([self.names.down(e)], i, h, options) for e in experts]
         )
 
-    def forward(
-        self, op: OpBuilder, x: ir.Value, routing: Routing, values: StepValues
-    ) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value, routing: Routing) -> ir.Value:
         """All experts."""
-        dense = dense_weights(op, self.config, routing, values)
-        count = self.config.num_experts
+        dense = dense_weights(op, routing)
+        count = self.sizes.count
         columns = op.Split(dense, [1] * count, axis=1, _outputs=count)  # E of [T, 1]
         columns = [columns] if count == 1 else columns
         outputs = []
         for gate_up, down, column in zip(self.gate_up, self.down, columns, strict=True):
             gate, up = op.Split(gate_up(op, x), [self.size] * 2, axis=-1, _outputs=2)
-            inner = swiglu(op, gate, up, self.config.swiglu_limit)
+            inner = swiglu(op, gate, up, self.sizes.limit)
             outputs.append(op.Mul(down(op, inner), column))
         return outputs[0] if count == 1 else op.Sum(*outputs)
 
 
-def _fused_attributes(config: DeepseekV4Config) -> dict[str, object]:
+def _fused_attributes(sizes: ExpertSizes) -> dict[str, object]:
+    limit = {} if sizes.limit is None else {"swiglu_limit": sizes.limit}
     return {
-        "k": config.experts_per_token,
+        "k": sizes.chosen,
         "activation_type": "swiglu",
         "swiglu_fusion": 1,
         "activation_alpha": 1.0,
         "activation_beta": 0.0,
-        "swiglu_limit": config.swiglu_limit,
+        **limit,
         "normalize_routing_weights": 1,
     }
