@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from cachegraph.graphgen.qwen4_exp.model import Qwen4Exp
 from cachegraph.graphgen.source import ModelSource
+from cachegraph.graphgen.weights.files import read_folder
 from cachegraph.graphgen.weights.parameter import Read
 from cachegraph.graphgen.weights.reader import open_checkpoint
 from cachegraph.models.errors import ConfigError
@@ -16,8 +18,10 @@ from cachegraph.models.qwen4_exp.contract import contract, ladder, planner_specs
 from cachegraph.models.qwen4_exp.parse import load_config
 from cachegraph.models.qwen4_exp.presets import preset_config
 from cachegraph.models.qwen4_exp.serial import to_dict
-from cachegraph.models.qwen4_exp.tensors import checkpoint_table
+from cachegraph.models.qwen4_exp.tensors import checkpoint_table, left_out_notes
 from cachegraph.models.recurrent_spec import START
+
+_LOG = logging.getLogger(__name__)
 
 
 def checkpoint_source(folder: Path, options: ExportOptions) -> ModelSource:
