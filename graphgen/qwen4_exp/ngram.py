@@ -14,10 +14,11 @@ from onnxscript import OpBuilder, nn
 
 from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.layers.causal_conv import CausalConv, ConvSizes, ConvStep
-from cachegraph.graphgen.layers.linear import FloatLinear, joined
+from cachegraph.graphgen.layers.linear import joined, linear
 from cachegraph.graphgen.layers.state_step import StateStep
 from cachegraph.graphgen.qwen4_exp.hyper import GroupedNorm
 from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe
+from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.qwen4_exp.config import Qwen4ExpConfig
 from cachegraph.models.qwen4_exp.tensors import ngram_shards
 
@@ -74,19 +75,20 @@ class NgramEmbedding(nn.Module):
     """One layer's n-gram embedding, number `module` of the model."""
 
     def __init__(
-        self, config: Qwen4ExpConfig, layer: int, ops: CacheOps, *, host_tables: bool
+        self, config: Qwen4ExpConfig, layer: int, options: ExportOptions, *, host_tables: bool
     ) -> None:
         super().__init__()
-        self.config, self.ops, self.sizes = config, ops, conv_sizes(config)
+        self.config, self.sizes = config, conv_sizes(config)
+        self.ops = CacheOps(read=options.gather, write=options.scatter)
         self.module = config.ple_layers.index(layer)
         prefix, width = f"layers.{layer}.ple", config.ple_embed_dim
         if not host_tables:
             self.ple_embedding = NgramTable(config, layer, self.module)
-        self.key_proj = FloatLinear(
-            joined([f"{prefix}.key_proj.weight"]), width, config.stream_width
+        self.key_proj = linear(
+            [f"{prefix}.key_proj.weight"], width, config.stream_width, options
         )
-        self.value_proj = FloatLinear(
-            joined([f"{prefix}.value_proj.weight"]), width, config.hidden_size
+        self.value_proj = linear(
+            [f"{prefix}.value_proj.weight"], width, config.hidden_size, options
         )
         self.norm_key = GroupedNorm(config, f"{prefix}.norm_key.weight")
         self.norm_query = GroupedNorm(config, f"{prefix}.norm_query.weight")

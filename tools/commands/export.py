@@ -45,7 +45,8 @@ WeightsOption = Annotated[
     typer.Option(
         help="Form of the big matrices. f16 and bf16 halve the file, but on CPU they run as "
         "f32; int8 and int4 are blockwise and faster, and round activations too. Norms, "
-        "router, hyper-connections, compressor and indexer projections stay in float."
+        "router, compressor and indexer projections and DeepSeek-V4's hyper-connections stay "
+        "in float."
     ),
 ]
 ContextOption = Annotated[
