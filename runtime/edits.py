@@ -134,10 +134,40 @@ class SequenceEdits:
         The first restore hashes the weights file: ContractError where it was changed.
         """
         with self._in_use():
-            if not self._is_verified:
-                verify(self.folder)
-                self._is_verified = True
+            self._verify_once()
             return self._store.restore(Path(path), targets)
+
+    def state(self, seq_id: int, *, partial: bool = False) -> bytes:
+        """What a sequence carries, as `save` writes it.
+
+        partial: only what taking tokens back cannot bring back (recurrent states and convolution
+        histories with their snapshots, or the state rings): small, and of use as long as the
+        sequence still holds the tokens up to here.
+        """
+        with self._in_use():
+            return self._store.state(seq_id, partial=partial)
+
+    def state_size(self, seq_id: int, *, partial: bool = False) -> int:
+        """Bytes that `state` would give."""
+        with self._in_use():
+            return self._store.state_size(seq_id, partial=partial)
+
+    def set_state(self, seq_id: int, data: bytes) -> int:
+        """Make a sequence stand where a state was taken; returns its tokens.
+
+        A whole state replaces what the sequence held. A partial one takes back the tokens since;
+        StateFileError where the sequence holds other tokens now, or lost rows that it needs. An
+        error leaves everything as it was.
+        """
+        with self._in_use():
+            self._verify_once()
+            return self._store.set_state(seq_id, data)
+
+    def _verify_once(self) -> None:
+        """Hash the weights file; ContractError where it was changed."""
+        if not self._is_verified:
+            verify(self.folder)
+            self._is_verified = True
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
         """Refused: stored rows depend on the absolute position."""

@@ -7,6 +7,7 @@ cells; so does an edit, which changes nothing where one of them refuses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -207,6 +208,18 @@ class HybridMemory(SequenceMemory):
         self._tokens[seq_id] = [int(token) for token in tokens]
         self._standings[seq_id] = Standing(length=rows.length, depth=rows.depth)
         self._edited(seq_id, "restored")
+
+    def slots_to_resume(self, seq_id: int, saved: SavedSequence) -> StoredRows:
+        """Rows of the states after the saved number of tokens."""
+        stored = self.slots_for(seq_id, saved)
+        return replace(stored, rows={kind: stored.rows[kind] for kind in self._states})
+
+    def resumed(self, seq_id: int, rows: StoredRows) -> None:
+        """Cut a sequence to where a partial state stands; pooled keys stay as they are."""
+        self.cells.cut(seq_id, rows.length)
+        del self._tokens[seq_id][rows.length :]
+        self._standings[seq_id] = Standing(length=rows.length, depth=rows.depth)
+        self._edited(seq_id, "resumed")
 
     @property
     def _kept_attention(self) -> tuple[CacheKind, ...]:

@@ -64,8 +64,7 @@ class HybridCells:
         """The first position of a sequence that holds tokens."""
         return int(self._positions[self._rows[sequence][0]])
 
-    @property
-    def view(self) -> PoolCells:
+    def _view(self, counts: list[int]) -> PoolCells:
         """The table to plan pools on, as it is; not a copy."""
         return PoolCells(
             positions=self._positions,
@@ -76,6 +75,7 @@ class HybridCells:
             if self.is_unified
             else self.layout.rows_per_stream,
             places=self._places,
+            counts=counts,
         )
 
     def reserve(self, ubatch: UBatch) -> Reservation:
@@ -92,8 +92,9 @@ class HybridCells:
     def trial(self, reservation: Reservation, places: IntArray) -> Iterator[PoolCells]:
         """The table with reserved rows taken, for as long as the block lasts."""
         self._take(reservation, places)
+        more = np.bincount(reservation.sequences, minlength=len(self._counts)).tolist()
         try:
-            yield self.view
+            yield self._view([a + b for a, b in zip(self._counts, more, strict=True)])
         finally:
             self._members[reservation.sequences, reservation.rows] = False
             self._positions[reservation.rows] = EMPTY

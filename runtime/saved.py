@@ -13,8 +13,9 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,26 @@ from cachegraph.models.manifest import Manifest
 
 FORMAT_VERSION = 1
 _DESCRIPTION, _DIGEST = "cachegraph_state", "sha256"
+_DIGEST_LENGTH = 64
+_ORDER = ("I64", "F32", "U16", "F16", "I8")  # as safetensors orders tensors in a file
 Rows = NDArray[Any]
+
+
+class TensorSize(NamedTuple):
+    """Type, as safetensors spells it, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorSize:
+        """From a numpy type."""
+        return cls(f"{dtype.kind.upper()}{8 * dtype.itemsize}", shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        return prod(self.shape) * int(self.dtype[1:]) // 8
 
 
 class _Part(BaseModel):
@@ -63,13 +83,14 @@ class SavedDraft(_Part):
 
 
 class SavedSequence(_Part):
-    """One sequence. The token ids are a tensor; positions are 0 .. length - 1.
+    """One sequence. The token ids are a tensor; positions are 0 .. length - 1, or a tensor too.
 
     raw_first: first position behind the pinned ones whose raw row is stored; the rows of the
     pinned ones come before it. state_first: the same for the state rows of each compressor; both
     run to length - 1. Compressed and attention rows are stored from the first. depth: recurrent
     states are those after length - depth .. length tokens. draft: only where the engine
-    drafted; without it drafts start anew after a restore.
+    drafted; without it drafts start anew after a restore. text: of a partial state only, which
+    holds states alone: the digest of the tokens and positions that they belong to.
     """
 
     seq_id: NonNegativeInt
@@ -78,6 +99,7 @@ class SavedSequence(_Part):
     state_first: dict[CacheKind, NonNegativeInt]
     depth: NonNegativeInt = 0
     draft: SavedDraft | None = None
+    text: str | None = None
 
 
 class Description(_Part):
@@ -116,21 +138,42 @@ def rows_name(seq_id: int, cache: str) -> str:
     return f"{seq_id}.{cache}"
 
 
-def write_state(
-    path: Path,
-    identity: Identity,
-    sequences: Iterable[SavedSequence],
-    tensors: Mapping[str, Rows],
-) -> None:
-    """Write atomically: temporary file, fsync, rename. OSError leaves what was at `path`."""
+def pack(
+    identity: Identity, sequences: Iterable[SavedSequence], tensors: Mapping[str, Rows]
+) -> bytes:
+    """Saved sequences as the bytes of one safetensors file."""
+    digests = {name: _digest(values) for name, values in tensors.items()}
+    return save(dict(tensors), metadata=_metadata(identity, sequences, digests))
+
+
+def packed_size(
+    identity: Identity, sequences: Iterable[SavedSequence], sizes: Mapping[str, TensorSize]
+) -> int:
+    """Bytes that `pack` gives for tensors of these sizes, without any of them at hand."""
+    digests = dict.fromkeys(sizes, "0" * _DIGEST_LENGTH)
+    header: dict[str, Any] = {"__metadata__": _metadata(identity, sequences, digests)}
+    end = 0
+    for name in sorted(sizes, key=lambda name: (_ORDER.index(sizes[name].dtype), name)):
+        size = sizes[name]
+        start, end = end, end + size.num_bytes
+        shape, place = list(size.shape), [start, end]
+        header[name] = {"dtype": size.dtype, "shape": shape, "data_offsets": place}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return 8 + -(-len(text) // 8) * 8 + end
+
+
+def _metadata(
+    identity: Identity, sequences: Iterable[SavedSequence], digests: Mapping[str, str]
+) -> dict[str, str]:
     description = Description(
-        identity=identity,
-        sequences=tuple(sequences),
-        tensors={name: _digest(values) for name, values in tensors.items()},
+        identity=identity, sequences=tuple(sequences), tensors=dict(digests)
     )
     text = description.model_dump_json()
-    metadata = {_DESCRIPTION: text, _DIGEST: hashlib.sha256(text.encode()).hexdigest()}
-    data = save(dict(tensors), metadata=metadata)
+    return {_DESCRIPTION: text, _DIGEST: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def write_state(path: Path, data: bytes) -> None:
+    """Write atomically: temporary file, fsync, rename. OSError leaves what was at `path`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -153,45 +196,50 @@ def read_state(path: Path, identity: Identity) -> tuple[Description, dict[str, R
         raise StateFileError(f"{path} does not exist") from None
     except OSError as error:
         raise StateFileError(f"{path} cannot be read: {error.strerror}") from None
+    return unpack(str(path), data, identity)
+
+
+def unpack(where: str, data: bytes, identity: Identity) -> tuple[Description, dict[str, Rows]]:
+    """Read and check the bytes of a state in full; StateFileError names what is wrong."""
     try:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise StateFileError(f"{path} is damaged or no saved state: {error}") from None
-    description = _description(path, data)
-    _check_identity(path, description.identity, identity)
+        raise StateFileError(f"{where} is damaged or no saved state: {error}") from None
+    description = _description(where, data)
+    _check_identity(where, description.identity, identity)
     for name, digest in description.tensors.items():
         fault = "missing" if name not in tensors else "damaged"
         if fault == "missing" or _digest(tensors[name]) != digest:
             raise StateFileError(
-                f"{path}: tensor {name!r} is {fault}; save the sequence again"
+                f"{where}: tensor {name!r} is {fault}; save the sequence again"
             )
     if extra := set(tensors) - set(description.tensors):
-        raise StateFileError(f"{path}: tensor {min(extra)!r} is not in its description")
+        raise StateFileError(f"{where}: tensor {min(extra)!r} is not in its description")
     return description, tensors
 
 
-def _description(path: Path, data: bytes) -> Description:
+def _description(where: str, data: bytes) -> Description:
     length = int.from_bytes(data[:8], "little")
     metadata = json.loads(data[8 : 8 + length]).get("__metadata__") or {}
     text = metadata.get(_DESCRIPTION)
     if text is None:
-        raise StateFileError(f"{path} is no state saved by cachegraph")
+        raise StateFileError(f"{where} is no state saved by cachegraph")
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get(_DIGEST):
-        raise StateFileError(f"{path}: its description is damaged; save the sequence again")
+        raise StateFileError(f"{where}: its description is damaged; save the sequence again")
     version = json.loads(text).get("format_version")
     if version != FORMAT_VERSION:
         raise StateFileError(
-            f"{path} has state format {version!r}; this cachegraph reads {FORMAT_VERSION}"
+            f"{where} has state format {version!r}; this cachegraph reads {FORMAT_VERSION}"
         )
     try:
         return Description.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        raise StateFileError(f"{path}: field {field!r}: {first['msg']}") from None
+        raise StateFileError(f"{where}: field {field!r}: {first['msg']}") from None
 
 
-def _check_identity(path: Path, saved: Identity, ours: Identity) -> None:
+def _check_identity(where: str, saved: Identity, ours: Identity) -> None:
     for field in Identity.model_fields:
         theirs, mine = getattr(saved, field), getattr(ours, field)
         if theirs == mine:
@@ -201,7 +249,7 @@ def _check_identity(path: Path, saved: Identity, ours: Identity) -> None:
             key = next(k for k in keys if theirs.get(k) != mine.get(k))
             field, theirs, mine = f"{field}.{key}", theirs.get(key), mine.get(key)
         raise StateFileError(
-            f"{path} was saved by another bundle: {field} is {theirs!r} there and {mine!r} here; "
+            f"{where} was saved by another bundle: {field} is {theirs!r} there and {mine!r} here; "
             "restore it into the bundle that saved it"
         )
 

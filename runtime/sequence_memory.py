@@ -6,10 +6,13 @@ is asked of all components before anything changes, and the strictest answer cou
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import RewindError
@@ -156,6 +159,24 @@ class SequenceMemory(ABC):
         self, seq_id: int, rows: StoredRows, tokens: Sequence[int], places: IntArray | None
     ) -> None:
         """Make a sequence what was saved; `stored` then says where its rows go."""
+
+    @abstractmethod
+    def slots_to_resume(self, seq_id: int, saved: SavedSequence) -> StoredRows:
+        """Where the states of a partial state go; the sequence holds its tokens.
+
+        StateFileError where other rows are missing that they need.
+        """
+
+    @abstractmethod
+    def resumed(self, seq_id: int, rows: StoredRows) -> None:
+        """Cut a sequence to where a partial state stands, whose rows are then written."""
+
+    def digest(self, seq_id: int, length: int) -> str:
+        """Of the first `length` tokens of a sequence and their positions."""
+        found = hashlib.sha256(np.array(self.tokens(seq_id)[:length], np.int64).tobytes())
+        if (places := self.places(seq_id)) is not None:
+            found.update(places[:length].tobytes())
+        return found.hexdigest()
 
     def reusable(self, seq_id: int, tokens: Sequence[int]) -> int:
         """How many of `tokens` need no decoding: the longest common prefix with what is held.

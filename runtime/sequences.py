@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -244,15 +244,42 @@ class SequenceTable(SequenceMemory):
         self.clear(seq_id)
         self.cells.place(seq_id, 0, rows.raw_pinned)
         self.cells.place(seq_id, rows.raw_first, rows.length)
-        written = rows.length
-        for spec in self._compressors:
-            first = rows.state_first[spec.kind]
-            if first:  # older rows are not here: as if later ones had replaced them
-                written = max(written, first + spec.ring_rows)
         self._histories[seq_id] = _History(
-            [int(t) for t in tokens], dict(rows.state_first), written
+            [int(t) for t in tokens], dict(rows.state_first), self._written(rows)
         )
         self._edited(seq_id, "restored")
+
+    def slots_to_resume(self, seq_id: int, saved: SavedSequence) -> StoredRows:
+        """Rows of the state rings; StateFileError where raw rows of the window are gone."""
+        length = saved.length
+        oldest = self._raw.oldest_needed(length)
+        if length and not self.cells.holds(seq_id, oldest, length):
+            raise StateFileError(
+                f"its window at {length} tokens has been overwritten; restore a whole state"
+            )
+        held = saved.model_copy(update={"raw_first": oldest})
+        stored = self.slots_for(seq_id, held)
+        states = {kind: rows for kind, rows in stored.rows.items() if kind.is_state}
+        return replace(stored, rows=states)
+
+    def resumed(self, seq_id: int, rows: StoredRows) -> None:
+        """Cut a sequence to where a partial state stands."""
+        history, length = self._histories[seq_id], rows.length
+        if length < self.length(seq_id):
+            self.cells.truncate(seq_id, length)
+        del history.tokens[length:]
+        history.state_first = dict(rows.state_first)
+        history.written = self._written(rows)
+        self._edited(seq_id, "resumed")
+
+    def _written(self, rows: StoredRows) -> int:
+        """Older state rows are not here: as if later ones had replaced them."""
+        ends = (
+            first + spec.ring_rows
+            for spec in self._compressors
+            if (first := rows.state_first[spec.kind])
+        )
+        return max((rows.length, *ends))
 
     def _states_held(self, position: int, first: Mapping[CacheKind, int]) -> bool:
         """Whether rings that hold state rows from `first` on serve the windows at `position`.

@@ -6,11 +6,13 @@ move. Locks and open checks are the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cachegraph.models.errors import RewindError, UsageError
+from cachegraph.models.contract import CacheKind
+from cachegraph.models.errors import RewindError, StateFileError, UsageError
 from cachegraph.models.manifest import Manifest
+from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.binding import Binder, Buffer, PlacedBinder, allocate_caches
 from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.hybrid import HybridMemory
@@ -19,15 +21,29 @@ from cachegraph.runtime.memory import initial_caches
 from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.rows import copy_rows, zero_rows, zero_stream
 from cachegraph.runtime.saved import (
+    Description,
     Rows,
     SavedSequence,
+    TensorSize,
     identity_of,
+    pack,
+    packed_size,
     read_state,
+    unpack,
     write_state,
 )
-from cachegraph.runtime.saved_rows import Placed, check_draft, check_placement, collect
+from cachegraph.runtime.saved_rows import (
+    Placed,
+    check_draft,
+    check_placement,
+    check_resume,
+    collect,
+    collected_sizes,
+)
 from cachegraph.runtime.sequence_memory import SequenceMemory
 from cachegraph.runtime.sequences import SequenceTable
+
+_STATE = "this state"  # what messages call a state that is no file
 
 
 class SequenceStore:
@@ -132,17 +148,57 @@ class SequenceStore:
         for seq in seq_ids or ():
             self.check_id(seq)
         held = [seq for seq in range(self.num_sequences) if self.table.length(seq)]
+        data = self._packed(held if seq_ids is None else dict.fromkeys(seq_ids))
+        write_state(path, data)
+        return len(data)
+
+    def state(self, seq_id: int, *, partial: bool) -> bytes:
+        """As of `Engine.state`."""
+        self.check_id(seq_id)
+        if not partial:
+            return self._packed([seq_id])
+        saved, tensors = collect(
+            seq_id, self.table, self.binder, self._contract, self.caches, partial=True
+        )
+        return pack(identity_of(self._manifest), [saved], tensors)
+
+    def state_size(self, seq_id: int, *, partial: bool) -> int:
+        """As of `Engine.state_size`."""
+        self.check_id(seq_id)
+        saved, sizes = collected_sizes(seq_id, self.table, self._contract, partial=partial)
+        if self.drafter is not None and not partial:
+            draft, tensors = self.drafter.stored(seq_id)
+            saved = saved.model_copy(update={"draft": draft})
+            sizes |= {name: TensorSize.of(t.dtype, t.shape) for name, t in tensors.items()}
+        return packed_size(identity_of(self._manifest), [saved], sizes)
+
+    def set_state(self, seq_id: int, data: bytes) -> int:
+        """As of `Engine.set_state`."""
+        self.check_id(seq_id)
+        description, tensors = unpack(_STATE, data, identity_of(self._manifest))
+        if len(description.sequences) != 1:
+            raise StateFileError(
+                f"{_STATE} holds {len(description.sequences)} sequences; restore it from a file"
+            )
+        (saved,) = description.sequences
+        if saved.text is None:
+            self._restore(_STATE, description, tensors, {saved.seq_id: seq_id})
+        else:
+            self._resume(saved, tensors, seq_id)
+        return saved.length
+
+    def _packed(self, seq_ids: Iterable[int]) -> bytes:
+        """Everything that some sequences carry."""
         saved: list[SavedSequence] = []
         tensors: dict[str, Rows] = {}
-        for seq in held if seq_ids is None else dict.fromkeys(seq_ids):
+        for seq in seq_ids:
             part, rows = collect(seq, self.table, self.binder, self._contract, self.caches)
             if self.drafter is not None:
                 draft, more = self.drafter.stored(seq)
                 part, rows = part.model_copy(update={"draft": draft}), rows | more
             saved.append(part)
             tensors |= rows
-        write_state(path, identity_of(self._manifest), saved, tensors)
-        return path.stat().st_size
+        return pack(identity_of(self._manifest), saved, tensors)
 
     def restore(self, path: Path, targets: Mapping[int, int] | None) -> dict[int, int]:
         """As of `Engine.restore`."""
@@ -153,8 +209,19 @@ class SequenceStore:
             self.check_id(slot)
         if len(set(targets.values())) < len(targets):
             raise UsageError(f"two saved sequences want one slot: {dict(targets)}")
+        self._restore(str(path), description, tensors, targets)
+        return dict(targets)
+
+    def _restore(
+        self,
+        where: str,
+        description: Description,
+        tensors: Mapping[str, Rows],
+        targets: Mapping[int, int],
+    ) -> None:
+        """Put whole sequences into their slots, all checked before the first byte moves."""
         placed = check_placement(
-            path,
+            where,
             description,
             tensors,
             targets,
@@ -165,26 +232,39 @@ class SequenceStore:
         drafts = {saved.seq_id: saved for saved in description.sequences}
         if self.drafter is not None:
             for seq in targets:
-                check_draft(path, drafts[seq], tensors, self.drafter.entry)
+                check_draft(where, drafts[seq], tensors, self.drafter.entry)
         with interrupts_held():
             for one in placed:
                 self._put(one)
             if self.drafter is not None:
                 for seq, slot in targets.items():
                     self.drafter.restore(slot, drafts[seq].draft, tensors, seq)
-        return dict(targets)
+
+    def _resume(self, saved: SavedSequence, tensors: Mapping[str, Rows], seq_id: int) -> None:
+        """Set a partial state; a device that fails half-way leaves the sequence empty."""
+        checked = check_resume(_STATE, saved, tensors, seq_id, self.table, self._contract)
+        with interrupts_held():
+            self.table.resumed(seq_id, checked.rows)
+            self._write(seq_id, checked.rows.rows, checked.values)
 
     def _put(self, placed: Placed) -> None:
         """Replace what a slot holds; a device that fails half-way leaves the slot empty."""
         self.table.restored(placed.slot, placed.rows, placed.tokens, placed.places)
         rows = self.table.stored(placed.slot).rows
+        self._write(placed.slot, rows, placed.values)
+
+    def _write(
+        self, seq_id: int, rows: Mapping[CacheKind, IntArray], values: Mapping[str, Rows]
+    ) -> None:
+        """Write rows of a sequence, which is dropped where that fails."""
         try:
             for spec in self._contract.caches:
                 if spec.kind in rows:
-                    cache = self.caches[spec.name]
-                    self.binder.write_rows(cache, rows[spec.kind], placed.values[spec.name])
+                    self.binder.write_rows(
+                        self.caches[spec.name], rows[spec.kind], values[spec.name]
+                    )
         except BaseException:
-            self.table.clear(placed.slot)
+            self.table.clear(seq_id)
             raise
 
     def _cut_at(self, seq_id: int, first: int, end: int) -> int:

@@ -1,1 +1,1 @@
-"""Qwen4-Exp: config, presets, tensors, contract."""
+"""Qwen4-Exp: config, tensor table, cache layouts, contract and the float64 twin."""

@@ -261,7 +261,7 @@ _RULES: tuple[Rule, ...] = (
     (
         ("ple_layers", "layer_kinds"),
         lambda layers, kinds: all(0 <= n < len(kinds) for n in layers),
-        "ple layers {} (counted from 0) are not all among {}",
+        "ple layers {} (counted from 0) reach beyond the last layer",
     ),
     (
         ("ple_layers",),
@@ -273,7 +273,7 @@ _RULES: tuple[Rule, ...] = (
         lambda layers, kinds: all(
             kinds[n] is LayerKind.GDN for n in layers if 0 <= n < len(kinds)
         ),
-        "ple layers {} (counted from 0) are not all gated delta layers: {}",
+        "ple layers {} (counted from 0) are not all gated delta layers",
     ),
     (
         ("ngram_end", "vocab_size"),

@@ -12,6 +12,7 @@ none, as with a hole in the mask of the model that groups so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +30,7 @@ class PoolCells:
     positions: int64 [rows], negative where free. members: bool [sequences, rows]. orders: int64
     [rows], the number of each token by insertion: distinct, later ones greater. places: int64
     [rows, 3], positions t, y and x; None where all three are `positions`. is_unified: one stream
-    holds all sequences, else each has its own.
+    holds all sequences, else each has its own. counts: rows of each sequence, where they are known.
     """
 
     positions: IntArray
@@ -38,6 +39,14 @@ class PoolCells:
     is_unified: bool
     cells_per_stream: int
     places: IntArray | None = None
+    counts: Sequence[int] | None = None
+
+    def counted(self) -> Sequence[int]:
+        """Rows of each sequence."""
+        if self.counts is not None:
+            return self.counts
+        counts: list[int] = np.count_nonzero(self.members, axis=1).tolist()
+        return counts
 
     def stream(self, sequence: int) -> int:
         """The stream whose rows a sequence takes."""
@@ -48,13 +57,40 @@ class PoolCells:
         return self.stream(sequence) * self.cells_per_stream
 
 
+class Room:
+    """Memory of a layout's rows that later layouts go on in, so that a step copies only its own.
+
+    used: rows taken; a layout that ends there may go on, any other needs memory of its own.
+    """
+
+    def __init__(self, parts: IntArray, used: int) -> None:
+        """parts: int64 [4, rows], the first `used` of which are taken."""
+        self.parts, self.used = parts, used
+
+    @classmethod
+    def after(
+        cls, room: Room | None, held: Sequence[IntArray], new: Sequence[IntArray]
+    ) -> Room:
+        """Memory that holds what a layout holds and then the new rows of each part."""
+        start = held[0].size
+        end = start + new[0].size
+        if room is None or room.used != start or end > room.parts.shape[1]:
+            room = cls(np.empty((len(held), max(64, 2 * end)), np.int64), start)
+            for part, values in zip(room.parts, held, strict=True):
+                part[:start] = values
+        for part, values in zip(room.parts, new, strict=True):
+            part[start:end] = values
+        room.used = end
+        return room
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolLayout:
     """Rows of a sequence by rank, and its pools.
 
     positions, orders, rows, slots: [n]. starts: [m] rank of each pool's first member. reps: [m] row
     that holds its key, NO_ROW where none does yet. resume: rank from which later tokens may form
-    pools.
+    pools. room: the memory behind the arrays of rows, for those that follow.
     """
 
     positions: IntArray
@@ -64,6 +100,7 @@ class PoolLayout:
     starts: IntArray
     reps: IntArray
     resume: int
+    room: Room | None = None
 
     @property
     def num_pools(self) -> int:
@@ -73,6 +110,11 @@ class PoolLayout:
     def members(self, size: int) -> IntArray:
         """Rows of each pool's members, [m, size]."""
         return grouped(self.rows, self.starts, size)
+
+    def members_of(self, pools: IntArray, size: int) -> IntArray:
+        """Rows of the members of some pools, [n, size]."""
+        rows: IntArray = self.rows[self.starts[pools][:, None] + np.arange(size)]
+        return rows
 
     def ranks(self, positions: IntArray, orders: IntArray) -> IntArray:
         """Ranks of tokens that the sequence holds, told by position and insertion number."""
@@ -116,12 +158,18 @@ def grow_layout(
     if rows.size > 1:
         by_rank = np.lexsort((orders, positions))
         positions, orders, rows = positions[by_rank], orders[by_rank], rows[by_rank]
-    slots = np.concatenate((layout.slots, _slots(layout, positions, grouping)))
+    room = Room.after(
+        layout.room,
+        (layout.positions, layout.orders, layout.rows, layout.slots),
+        (positions, orders, rows, _slots(layout, positions, grouping)),
+    )
+    all_positions, all_orders, all_rows, slots = room.parts[:, : room.used]
     starts, resume = _scan(slots, layout.resume, size)
     return PoolLayout(
-        positions=np.concatenate((layout.positions, positions)),
-        orders=np.concatenate((layout.orders, orders)),
-        rows=np.concatenate((layout.rows, rows)),
+        room=room,
+        positions=all_positions,
+        orders=all_orders,
+        rows=all_rows,
         slots=slots,
         starts=np.concatenate((layout.starts, starts)),
         reps=np.concatenate((layout.reps, np.full(starts.size, NO_ROW))),

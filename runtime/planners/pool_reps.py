@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cachegraph.models.errors import PlanError
-from cachegraph.runtime.batch import BoolArray, IntArray
+from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.planners.pool_layout import NO_ROW, PoolCells, PoolLayout
 
 _Members = tuple[int, ...]
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +37,14 @@ class Keyed:
 
 def assign_reps(
     keyed: Mapping[int, Keyed], cells: PoolCells, size: int, first: Iterable[int]
-) -> tuple[dict[int, PoolLayout], BoolArray]:
-    """Layouts with a row for every pool's key, and which pools of all sequences are made anew.
+) -> tuple[dict[int, PoolLayout], dict[int, IntArray]]:
+    """Layouts with a row for every pool's key, and which pools of each sequence are made anew.
 
     first: sequences whose pools are listed before others' where they are the same. PlanError where
     every member row of a pool holds another pool's key.
     """
     layouts = {sequence: each.layout for sequence, each in keyed.items()}
-    is_new = {s: np.zeros(layout.num_pools, np.bool_) for s, layout in layouts.items()}
+    made = dict.fromkeys(layouts, _NONE)
     holders: _Holders | None = None
     for sequence in dict.fromkeys([*first, *layouts]):
         if sequence not in keyed or not keyed[sequence].missing.size:
@@ -53,18 +54,18 @@ def assign_reps(
         members = layout.rows[starts[:, None] + np.arange(size)]
         reps = members[:, -1].copy()
         is_shared = np.count_nonzero(cells.members[:, members[:, -1]], axis=0) > 1
-        is_new[sequence][missing] = True
+        is_made = np.ones(missing.size, np.bool_)
         if is_shared.any():
             holders = _Holders(layouts, size) if holders is None else holders
             for at in is_shared.nonzero()[0].tolist():
-                row, is_made = holders.take(sequence, tuple(members[at].tolist()))
+                row, is_known = holders.take(sequence, tuple(members[at].tolist()))
                 reps[at] = row
-                is_new[sequence][missing[at]] = not is_made
+                is_made[at] = not is_known
+        made[sequence] = missing[is_made]
         filled = layout.reps.copy()
         filled[missing] = reps
         layouts[sequence] = dataclasses.replace(layout, reps=filled)
-    joined = [*is_new.values(), np.zeros(0, np.bool_)]
-    return layouts, np.concatenate(joined)
+    return layouts, made
 
 
 class _Holders:

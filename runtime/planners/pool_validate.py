@@ -62,12 +62,9 @@ def validate_pooled(
     num_rows, sentinel = cells.positions.size, cells.cells_per_stream
     for field in ("k_idxs", "mask_start", "mask_n"):
         same(NAME, field, getattr(plan, field).size, count)
-    same(NAME, "pool_idxs", plan.pool_idxs.size, pools * size)
     same(NAME, "tail_idxs", plan.tail_idxs.size, count * (size - 1))
     same(NAME, "new_pool_idxs", plan.new_pool_idxs.size, plan.new_pools.size * size)
     same(NAME, "new_pool_pos", plan.new_pool_pos.size, plan.new_pools.size * 3)
-    in_range(NAME, "pool_cells", plan.pool_cells, num_rows)
-    in_range(NAME, "pool_idxs", plan.pool_idxs.ravel(), sentinel + 1)
     in_range(NAME, "tail_idxs", plan.tail_idxs.ravel(), sentinel + 1)
     in_range(NAME, "mask_n", plan.mask_n, pools + 1)
     in_range(NAME, "mask_start", plan.mask_start + plan.mask_n, pools + 1)

@@ -7,7 +7,7 @@ only where the last layout holds the same pool; all others are made anew. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,21 +47,18 @@ class PoolTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PooledPlan:
-    """Logical lists for n tokens and m pools, b of them made anew.
+    """Logical lists for n tokens and m pools, b of them made anew; the pools are in `layouts`.
 
-    k_idxs: [n] row that takes each token. pool_cells: [m] row that holds each pool's key, sequence
-    after sequence. pool_idxs: [m, k] members, counted from the start of their stream; `sentinel`
-    for sequences of other streams than the step's. mask_start, mask_n: [n] the pools that each
-    token sees. tail_idxs: [n, k - 1] newest tokens up to this one, as many as are left when all up
-    to it are cut into groups of k, newest first, counted as above; `sentinel` for none. new_pools:
-    [b] numbers of the pools made anew; new_pool_idxs: [b, k] rows of their members; new_pool_rep:
-    [b] row that takes the key, distinct; new_pool_pos: [b, 3] positions t, y and x of the first
-    member. layouts: those of all sequences once the step has succeeded.
+    k_idxs: [n] row that takes each token. mask_start, mask_n: [n] the pools that each token sees,
+    numbered sequence after sequence. tail_idxs: [n, k - 1] newest tokens up to this one, as many as
+    are left when all up to it are cut into groups of k, newest first, counted from the start of
+    their stream; `sentinel`, the rows of a stream, for none. new_pools: [b] numbers of the pools
+    made anew; new_pool_idxs: [b, k] rows of their members; new_pool_rep: [b] row that takes the
+    key, distinct; new_pool_pos: [b, 3] positions t, y and x of the first member. layouts: those of
+    all sequences once the step has succeeded.
     """
 
     k_idxs: IntArray
-    pool_cells: IntArray
-    pool_idxs: IntArray
     mask_start: IntArray
     mask_n: IntArray
     tail_idxs: IntArray
@@ -75,7 +72,7 @@ class PooledPlan:
     @property
     def num_pools(self) -> int:
         """Pools of all sequences."""
-        return int(self.pool_cells.size)
+        return sum(layout.num_pools for layout in self.layouts.values())
 
 
 def plan_pooled(
@@ -94,24 +91,19 @@ def plan_pooled(
     fresh = tokens.rows_of()
     keyed = _layouts(spec, cells, fresh, layouts, stale)
     first = [*sorted(stale), *fresh]
-    fixed, is_new = assign_reps(keyed, cells, spec.pool, first)
+    fixed, made = assign_reps(keyed, cells, spec.pool, first)
     starts = _starts(fixed)
-    new = is_new.nonzero()[0]
-    members = _members(fixed, spec.pool)
-    reps = _joined([layout.reps for layout in fixed.values()])
-    rows = members[new]
+    rows = _joined([fixed[seq].members_of(new, spec.pool) for seq, new in made.items()])
     mask_start, mask_n, tail = _visible(spec, cells, tokens, fixed, starts)
     return PooledPlan(
         k_idxs=tokens.rows,
-        pool_cells=reps,
-        pool_idxs=_local(cells, fixed, members, fresh),
         mask_start=mask_start,
         mask_n=mask_n,
         tail_idxs=tail,
-        new_pools=new,
-        new_pool_idxs=rows,
-        new_pool_rep=reps[new],
-        new_pool_pos=_places(cells, rows[:, 0]),
+        new_pools=_joined([starts[seq] + new for seq, new in made.items()]),
+        new_pool_idxs=rows.reshape(-1, spec.pool),
+        new_pool_rep=_joined([fixed[seq].reps[new] for seq, new in made.items()]),
+        new_pool_pos=_places(cells, rows.reshape(-1, spec.pool)[:, 0]),
         sentinel=cells.cells_per_stream,
         layouts=fixed,
     )
@@ -125,10 +117,10 @@ def _layouts(
     stale: Mapping[int, int],
 ) -> dict[int, Keyed]:
     """The layout of every sequence that has cells, by id, and which keys it lacks."""
-    counts = np.count_nonzero(cells.members, axis=1)
+    counts = cells.counted()
     none = np.zeros(0, np.int64)
     keyed = {}
-    for sequence in counts.nonzero()[0].tolist():
+    for sequence in (seq for seq, count in enumerate(counts) if count):
         rows, old = fresh.get(sequence, none), layouts.get(sequence)
         if (
             old is not None
@@ -136,7 +128,10 @@ def _layouts(
             and old.rows.size + rows.size == counts[sequence]
             and can_grow(old, cells, rows)
         ):
-            keyed[sequence] = Keyed.of(grow_layout(old, cells, rows, spec.pool, spec.grouping))
+            grown = grow_layout(old, cells, rows, spec.pool, spec.grouping)
+            keyed[sequence] = Keyed(
+                layout=grown, missing=np.arange(old.num_pools, grown.num_pools)
+            )
             continue
         built = build_layout(cells, sequence, spec.pool, spec.grouping)
         if old is None:
@@ -201,28 +196,6 @@ def _starts(layouts: Layouts) -> dict[int, int]:
         starts[sequence] = count
         count += layout.num_pools
     return starts
-
-
-def _members(layouts: Layouts, size: int) -> IntArray:
-    parts = [layout.members(size) for layout in layouts.values()]
-    if not parts:
-        return np.zeros((0, size), np.int64)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _local(
-    cells: PoolCells, layouts: Layouts, members: IntArray, present: Iterable[int]
-) -> IntArray:
-    """Members counted from the start of their stream; none of streams that the step lacks."""
-    if cells.is_unified:
-        return members
-    local = members % cells.cells_per_stream
-    known, start = set(present), 0
-    for sequence, layout in layouts.items():
-        if sequence not in known:
-            local[start : start + layout.num_pools] = cells.cells_per_stream
-        start += layout.num_pools
-    return local
 
 
 def _places(cells: PoolCells, rows: IntArray) -> IntArray:

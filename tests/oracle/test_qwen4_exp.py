@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -133,10 +134,7 @@ def test_any_split_agrees(model: Model, engine: Engine, split: str) -> None:
     for text in (model.texts[0], model.texts[-1]):
         engine.clear(0)
         edges = np.cumsum([0, *SPLITS[split]])
-        parts = [
-            feed(engine, text, 0, start, end)
-            for start, end in zip(edges[:-1], edges[1:], strict=True)
-        ]
+        parts = [feed(engine, text, 0, start, end) for start, end in pairwise(edges)]
         close(np.concatenate(parts), text.logits)
 
 

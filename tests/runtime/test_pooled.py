@@ -13,6 +13,7 @@ from support.pool_world import PoolWorld, play, pooled_spec
 from cachegraph.models.errors import ConfigError, PlanError
 from cachegraph.models.pooled_spec import Grouping, cache_pools, new_pools
 from cachegraph.runtime.planners.pool_layout import PoolCells
+from cachegraph.runtime.planners.pool_lists import pool_lists
 from cachegraph.runtime.planners.pool_validate import validate_pool_tokens, validate_pooled
 from cachegraph.runtime.planners.pooled import PooledPlan, PoolTokens, plan_pooled
 
@@ -56,7 +57,8 @@ def test_absent_sequences_are_pooled_again_where_they_are_stale() -> None:
     world.remove(0, 1, 2)
     plan = world.append(1, 1)
     assert plan.new_pools.tolist() == [0, 1]
-    assert plan.pool_idxs[:2].tolist() == [[60] * 3] * 2
+    lists = pool_lists(world.spec, world.view(), plan, {1})
+    assert lists.pool_idxs[:2].tolist() == [[60] * 3] * 2
     assert world.append(1, 1).new_pools.tolist() == [4]
 
 
@@ -68,7 +70,8 @@ def test_pools_that_meet_in_a_row_get_a_row_each() -> None:
     world.remove(1, 1, 4)
     plan = world.append(0, 1)
     assert plan.num_pools == 5
-    assert len(set(plan.pool_cells.tolist())) == 4  # the last pool of both is the same
+    lists = pool_lists(world.spec, world.view(), plan, {0})
+    assert len(set(lists.pool_cells.tolist())) == 4  # the last pool of both is the same
 
 
 def test_a_failed_step_is_made_up_for() -> None:
@@ -182,8 +185,7 @@ def test_tokens_without_their_cell_are_refused(
     ("field", "value", "message"),
     [
         ("k_idxs", [0, 1], "k_idxs: has 2 entries, wanted 1"),
-        ("pool_cells", [0, 11], "pool_cells[1]: 11 is outside 0 to 10"),
-        ("pool_idxs", [[0, 1, 2], [3, 12, 4]], "pool_idxs[4]: 12 is outside 0 to 11"),
+        ("new_pool_idxs", [[0, 1, 2], [3, 11, 4]], "new_pool_idxs[4]: 11 is outside 0 to 10"),
         ("tail_idxs", [[-1, 0]], "tail_idxs[0]: -1 is outside 0 to 11"),
         ("mask_n", [3], "mask_n[0]: 3 is outside 0 to 2"),
         ("mask_start", [1], "mask_start[0]: 3 is outside 0 to 2"),

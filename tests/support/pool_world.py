@@ -14,6 +14,7 @@ import numpy as np
 
 from cachegraph.models.pooled_spec import Grouping, Liveness, PooledSpec, Pooling, QuerySource
 from cachegraph.runtime.planners.pool_layout import PoolCells, build_layout
+from cachegraph.runtime.planners.pool_lists import pool_lists
 from cachegraph.runtime.planners.pool_validate import validate_pool_tokens, validate_pooled
 from cachegraph.runtime.planners.pooled import Layouts, PooledPlan, PoolTokens, plan_pooled
 from cachegraph.runtime.stale import StaleMarks
@@ -163,18 +164,15 @@ class PoolWorld:
                 assert getattr(layout, field).tolist() == getattr(built, field).tolist(), field
             assert layout.resume == built.resume
         assert plan.num_pools == len(wanted)
+        present = {seq for owners in tokens.owners for seq in owners}
+        lists = pool_lists(self.spec, view, plan, present)
         for at, (seq, group) in enumerate(wanted):
-            assert self.keys[int(plan.pool_cells[at])] == self.key(group), (seq, group)
-            self._judge_members(plan, at, seq, group, tokens)
+            assert self.keys[int(lists.pool_cells[at])] == self.key(group), (seq, group)
+            is_here = self.is_unified or seq in present
+            shown = [row % self.size for row in group] if is_here else [self.size] * len(group)
+            assert lists.pool_idxs[at].tolist() == shown
         for at, (row, owners) in enumerate(zip(tokens.rows, tokens.owners, strict=True)):
             self._judge_token(plan, at, int(row), owners[0], wanted)
-
-    def _judge_members(
-        self, plan: PooledPlan, at: int, seq: int, group: list[int], tokens: PoolTokens
-    ) -> None:
-        is_present = self.is_unified or any(seq in ids for ids in tokens.owners)
-        shown = [row % self.size for row in group] if is_present else [self.size] * len(group)
-        assert plan.pool_idxs[at].tolist() == shown
 
     def _judge_token(
         self,

@@ -75,6 +75,8 @@ def command(
 ) -> None:
     """Generate text with a bundle, streaming it as it comes; speed goes to stderr.
 
+    Ctrl-C ends it with what there is.
+
     Example: cachegraph generate out/tiny --prompt "import os" --max-tokens 64
     """
     texts = [*(prompt or []), *map(_read, prompt_file or [])]
@@ -99,13 +101,16 @@ def command(
         draft=draft,
     )
     with open_engine(bundle, device, threads, spinning, draft=draft > 0) as engine:
-        events = _run(engine, texts, options, is_streaming=len(texts) == 1 and not as_json)
+        events, is_whole = _run(engine, texts, options, len(texts) == 1 and not as_json)
     if as_json:
-        print_json({"answers": [_answer(t, n, events) for n, t in enumerate(texts)]})
+        answers = [_answer(text, number, events) for number, text in enumerate(texts)]
+        print_json({"answers": answers, "interrupted": not is_whole})
     elif len(texts) > 1:
         for number, text in enumerate(texts):
             said = "".join(event.text for event in events if event.prompt == number)
             sys.stdout.write(f"--- prompt {number}\n{text}{said}\n")
+    if not is_whole:
+        raise KeyboardInterrupt
 
 
 def _read(path: Path) -> str:
@@ -116,32 +121,50 @@ def _read(path: Path) -> str:
 
 
 def _run(
-    engine: Engine, texts: Sequence[str], options: GenerateOptions, *, is_streaming: bool
-) -> list[Event]:
-    """Generate everything; with streaming the text is written as it comes. Speed to stderr."""
+    engine: Engine, texts: Sequence[str], options: GenerateOptions, is_streaming: bool
+) -> tuple[list[Event], bool]:
+    """Generate everything, or what there is at Ctrl-C; the events, and whether they are all.
+
+    With streaming the text is written as it comes. Speed to stderr.
+    """
     events: list[Event] = []
+    is_whole = True
     start = first = time.perf_counter()
-    with prefill_progress(sum(map(len, texts))) as progress:
-        stream = engine.generate(texts, options, progress)  # refuses before anything is said
-        note(f"running on {engine.provider}")
-        for event in stream:
-            if not events:
-                first = time.perf_counter()
+    try:
+        with prefill_progress(sum(map(len, texts))) as progress:
+            # Refuses before anything is said.
+            stream = engine.generate(texts, options, progress)
+            note(f"running on {engine.provider}")
+            for event in stream:
+                if not events:
+                    first = time.perf_counter()
+                    if is_streaming:
+                        sys.stdout.write(texts[0])
+                events.append(event)
                 if is_streaming:
-                    sys.stdout.write(texts[0])
-            events.append(event)
-            if is_streaming:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
+                    sys.stdout.write(event.text)
+                    sys.stdout.flush()
+    except KeyboardInterrupt:
+        is_whole = False
     end = time.perf_counter()
-    if is_streaming:
+    if is_streaming and events:
         sys.stdout.write("\n")
+    if is_whole:
+        _note_speed(events, options, first - start, end - first)
+    else:
+        note("(stopped)")
+    return events, is_whole
+
+
+def _note_speed(
+    events: Sequence[Event], options: GenerateOptions, first: float, rest: float
+) -> None:
+    """first, rest: seconds to the first token, and to the others after it."""
     later = len(events) - 1
-    speed = f", then {later / (end - first):.1f} tokens/s" if later else ""
-    note(f"first token after {first - start:.2f} s{speed}")
+    speed = f", then {later / rest:.1f} tokens/s" if later else ""
+    note(f"first token after {first:.2f} s{speed}")
     if options.draft:
         note(drafting_line(events))
-    return events
 
 
 def _answer(text: str, number: int, events: Sequence[Event]) -> dict[str, object]:
@@ -150,8 +173,10 @@ def _answer(text: str, number: int, events: Sequence[Event]) -> dict[str, object
         "prompt": text,
         "text": "".join(event.text for event in mine),
         "tokens": [event.choice.token for event in mine],
-        "finish": mine[-1].finish,
+        "finish": mine[-1].finish if mine else None,
     }
+    if not mine:
+        return answer
     if mine[0].choice.logprob is not None:
         answer["logprobs"] = [event.choice.logprob for event in mine]
         answer["top_logprobs"] = [[list(pair) for pair in event.choice.top] for event in mine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Annotated
@@ -45,6 +46,7 @@ def command(
     sizes = parse_chunks(chunks, ids.size)
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is no folder; --out must lie in one that exists")
+    _check_writable(out)
     from cachegraph.runtime import Batch
 
     rows = []
@@ -63,6 +65,14 @@ def command(
         print_json({"out": str(out), "tokens": int(ids.size), "chunks": sizes})
     else:
         note(f"wrote {out}: {ids.size} rows, in {len(sizes)} steps")
+
+
+def _check_writable(path: Path) -> None:
+    """OSError where a file cannot be written, before the work for it; what is there stays."""
+    is_new = not os.path.lexists(path)
+    path.open("ab").close()
+    if is_new:
+        path.unlink()
 
 
 def load_tokens(path: Path) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ from cachegraph.models.pooled_spec import (
     new_pools,
 )
 from cachegraph.runtime.planners.pool_layout import PoolLayout
+from cachegraph.runtime.planners.pool_lists import PoolLists, pool_lists
 from cachegraph.runtime.planners.pool_validate import validate_pool_tokens, validate_pooled
 from cachegraph.runtime.planners.pooled import PooledPlan, PoolTokens, plan_pooled
 from cachegraph.runtime.stale import StaleMarks
@@ -221,8 +222,10 @@ class PooledReplayer:
             "mask_start": plan.mask_start.tolist(),
             "mask_n": plan.mask_n.tolist(),
         }
-        out |= self._pools(part, plan, num_pools, exposed)
-        out |= self._new(plan, max(new, bound))
+        present = {seq for ids in part.owners for seq in ids}
+        lists = pool_lists(self.spec, self.cells.view(), plan, present)
+        out |= self._pools(part, plan, lists, num_pools, exposed)
+        out |= self._new(plan, lists, max(new, bound))
         if self._given["n_sel"]:
             out["sel"] = [self._selected(plan, width) for width in self._given["n_sel"]]
         return out
@@ -244,22 +247,24 @@ class PooledReplayer:
             "j_next": layout.resume,
         }
 
-    def _pools(self, part: Part, plan: PooledPlan, count: int, exposed: int) -> dict[str, Any]:
+    def _pools(
+        self, part: Part, plan: PooledPlan, lists: PoolLists, count: int, exposed: int
+    ) -> dict[str, Any]:
         """Padding pools: the dummy cell, and members that stand for none."""
         sequence = part.ids[0][0]
         layout = plan.layouts[sequence]
         same = layout.rows[layout.positions == part.positions[0]]
         fill = count - plan.num_pools
-        members = np.where(plan.pool_idxs == plan.sentinel, exposed, plan.pool_idxs)
+        members = np.where(lists.pool_idxs == plan.sentinel, exposed, lists.pool_idxs)
         return {
-            "pool_cells": plan.pool_cells.tolist() + [int(same.min())] * fill,
+            "pool_cells": lists.pool_cells.tolist() + [int(same.min())] * fill,
             "pool_idxs": members.ravel().tolist() + [exposed] * (fill * self.spec.pool),
         }
 
-    def _new(self, plan: PooledPlan, count: int) -> dict[str, Any]:
+    def _new(self, plan: PooledPlan, lists: PoolLists, count: int) -> dict[str, Any]:
         """Padding entries: cells in which no pool's key lies, one each."""
         fill = count - plan.new_pools.size
-        used = set(plan.pool_cells.tolist())
+        used = set(lists.pool_cells.tolist())
         unused = [row for row in range(count + len(used)) if row not in used][:fill]
         members = [row for row in unused for _ in range(self.spec.pool)]
         out: dict[str, Any] = {
