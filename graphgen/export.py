@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -28,6 +29,7 @@ from cachegraph.graphgen.weights.writer import (
     write_weights,
 )
 from cachegraph.models.buckets import Bucket
+from cachegraph.models.contract import DType
 from cachegraph.models.errors import ConfigError
 from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.manifest import (
@@ -36,6 +38,7 @@ from cachegraph.models.manifest import (
     Exporter,
     GraphFile,
     Manifest,
+    NgramFile,
     StageEntry,
     WeightsFile,
     cache_entries,
@@ -49,6 +52,7 @@ from cachegraph.models.version import VERSION
 TEMPLATE_NAME = "template.onnx"
 DRAFT_NAME = "draft.onnx"
 WEIGHTS_NAME = "weights.safetensors"
+TABLES_NAME = "ngram.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MIN_ONNXRUNTIME = "1.31.0"  # the oldest version the kernels and tie rules were measured on
 
@@ -128,11 +132,15 @@ def _export(
         report("graph", 1, 1)
         first = next(iter(protos))
         graphs = _write_static(protos[first], source, buckets, folder, report)
-        file = _write_weights(folder, weights, layout, read, report) if read else None
+        file = tables = None
+        if read:
+            sink = _Sink(folder, read, report)
+            file = sink.write(WEIGHTS_NAME, "weights", weights, layout)
+            tables = _write_tables(sink, source.tables)
         for path in tokenizer:
             shutil.copyfile(path, folder / path.name)
         names = [path.name for path in tokenizer]
-        write_manifest(folder, _manifest(source, options, graphs, file, names))
+        write_manifest(folder, _manifest(source, options, graphs, file, tables, names))
     return out
 
 
@@ -216,29 +224,49 @@ def _write_static(
     return files
 
 
-def _write_weights(
-    folder: Path,
-    weights: Sequence[Weight],
-    layout: WeightsLayout,
-    read: Read,
-    report: Progress,
-) -> WeightsFile:
-    total, done = layout.num_bytes - len(layout.header), 0
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """Writes weights files into a folder from what `read` gives."""
 
-    def count(size: int) -> None:
-        nonlocal done
-        done += size
-        report("weights", done, total)
+    folder: Path
+    read: Read
+    report: Progress
 
-    report("weights", 0, total)
-    path = folder / WEIGHTS_NAME
-    recipes = dict.fromkeys(weight.recipe for weight in weights)
-    digest = write_weights(path, layout, recipes, read, count)
-    return WeightsFile(
-        file=WEIGHTS_NAME,
-        num_bytes=layout.num_bytes,
-        header_sha256=layout.header_sha256,
-        sha256=digest,
+    def write(
+        self, name: str, stage: str, weights: Sequence[Weight], layout: WeightsLayout
+    ) -> WeightsFile:
+        """Write one file and report its bytes in a stage."""
+        total, done = layout.num_bytes - len(layout.header), 0
+
+        def count(size: int) -> None:
+            nonlocal done
+            done += size
+            self.report(stage, done, total)
+
+        self.report(stage, 0, total)
+        recipes = dict.fromkeys(weight.recipe for weight in weights)
+        digest = write_weights(self.folder / name, layout, recipes, self.read, count)
+        return WeightsFile(
+            file=name,
+            num_bytes=layout.num_bytes,
+            header_sha256=layout.header_sha256,
+            sha256=digest,
+        )
+
+
+def _write_tables(sink: _Sink, tables: Sequence[Weight]) -> NgramFile | None:
+    """Write the n-gram tables of the host, if there are any."""
+    if not tables:
+        return None
+    file = sink.write(TABLES_NAME, "n-gram tables", tables, plan_layout(tables))
+    first = tables[0]
+    assert first.dtype is not None
+    return NgramFile(
+        **file.model_dump(),
+        tensors=tuple(str(table.name) for table in tables),
+        dtype=DType(first.dtype.numpy().name),
+        rows=tuple(table.sizes[0] for table in tables),
+        width=first.sizes[1],
     )
 
 
@@ -247,6 +275,7 @@ def _manifest(
     options: ExportOptions,
     graphs: Sequence[GraphFile],
     weights: WeightsFile | None,
+    tables: NgramFile | None,
     tokenizer: Sequence[str],
 ) -> Manifest:
     return Manifest(
@@ -275,6 +304,7 @@ def _manifest(
         vocab_size=source.vocab_size,
         draft=_draft_entry(source.draft) if source.draft else None,
         stages=tuple(_stage_entry(*numbered) for numbered in enumerate(source.stages)),
+        ngram_tables=tables,
     )
 
 

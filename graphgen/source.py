@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cachegraph.graphgen.template import Emit
-from cachegraph.graphgen.weights.parameter import Read
+from cachegraph.graphgen.weights.parameter import Read, Weight
 from cachegraph.models.buckets import BucketLadder
 from cachegraph.models.contract import CarriedSpec, Contract
 from cachegraph.models.planner_specs import PlannerSpecs
@@ -37,7 +37,8 @@ class StageSource:
 class ModelSource:
     """One model ready to be built.
 
-    emit: adds the nodes of a contract's layers to a graph. stages: empty for one graph.
+    emit: adds the nodes of a contract's layers to a graph. stages: empty for one graph. tables:
+    n-gram tables of the host, [rows, width] each, which are in no graph.
     open_read: opens the checkpoint and returns the function that reads one tensor as f32 (or
     int64).
     """
@@ -56,3 +57,4 @@ class ModelSource:
     draft: DraftSource | None
     stages: tuple[StageSource, ...]
     open_read: Callable[[], Read]
+    tables: tuple[Weight, ...] = ()

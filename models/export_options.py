@@ -63,6 +63,14 @@ class RowWrite(StrEnum):
     ELEMENTS = "elements"  # ScatterElements, index as wide as the row
 
 
+class NgramPlace(StrEnum):
+    """Where n-gram tables live, which only some families have."""
+
+    AUTO = "auto"  # the host where one is above a gigabyte
+    GRAPH = "graph"  # weights of the graph, on its device
+    HOST = "host"  # a file of their own, of which the host reads the rows of each token
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
     """Options of one bundle; ConfigError for a combination that no kernel runs."""
@@ -76,6 +84,7 @@ class ExportOptions:
     cache: CacheType = CacheType.F32
     index_cache: CacheType = CacheType.F32
     raw: RowSharing = RowSharing.PER_STREAM
+    ngram: NgramPlace = NgramPlace.AUTO
     draft: bool = True  # the MTP block too, where the checkpoint has one
     split: tuple[int, ...] = ()  # layers of each stage; one graph where empty
     devices: tuple[str, ...] = ()  # where each stage runs unless the engine is told otherwise

@@ -23,6 +23,7 @@ from cachegraph.models.contract import (
     CarriedSpec,
     Contract,
     DType,
+    Role,
     RowLayout,
     TensorRow,
 )
@@ -64,6 +65,18 @@ class WeightsFile(_Part):
     num_bytes: int
     header_sha256: str
     sha256: str
+
+
+class NgramFile(WeightsFile):
+    """The n-gram tables that the host holds, one tensor [rows, width] for each module in turn.
+
+    A safetensors file. Rows of all heads of all modules stand side by side in the graph's input.
+    """
+
+    tensors: tuple[str, ...]
+    dtype: DType
+    rows: tuple[int, ...]
+    width: int
 
 
 class Exporter(_Part):
@@ -150,6 +163,7 @@ class Manifest(_Part):
     vocab_size: int
     draft: DraftEntry | None = None
     stages: tuple[StageEntry, ...] = ()
+    ngram_tables: NgramFile | None = None
 
     @property
     def contract(self) -> Contract:
@@ -246,6 +260,7 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             "export the bundle again"
         ) from None
     check_stored(manifest.contract.caches, manifest.cache_types, where)
+    _check_tables(manifest, where)
     if manifest.stages:
         layers = [range(stage.first, stage.end) for stage in manifest.stages]
         parts = [manifest.stage_contract(stage) for stage in manifest.stages]
@@ -253,6 +268,31 @@ def parse_manifest(raw: object, where: str) -> Manifest:
     if manifest.draft is not None:
         check_stored(manifest.draft.contract.caches, manifest.cache_types, where)
     return manifest
+
+
+def _check_tables(manifest: Manifest, where: str) -> None:
+    """ContractError unless the host has tables where the graph takes their rows, and fitting ones.
+
+    A bundle without weights has none.
+    """
+    row = next((row for row in manifest.tensors if row.role is Role.TABLE), None)
+    tables, specs = manifest.ngram_tables, manifest.planners.ngrams
+    fault = ""
+    if (row is None or manifest.weights is None) != (tables is None):
+        fault = "n-gram tables of the host belong to a graph that takes their rows"
+    elif row is not None and tables is not None:
+        width = tables.width * sum(len(spec.primes) for spec in specs)
+        needed = tuple(spec.table_rows for spec in specs)
+        if not len(tables.tensors) == len(tables.rows) == len(specs):
+            fault = f"{len(tables.tensors)} n-gram tables for {len(specs)} modules"
+        elif width != row.shape[-1]:
+            fault = (
+                f"n-gram tables give {width} values of a token, {row.name} takes {row.shape}"
+            )
+        elif any(held < count for held, count in zip(tables.rows, needed, strict=True)):
+            fault = f"n-gram tables of {tables.rows} rows, the hash names {needed}"
+    if fault:
+        raise ContractError(f"{where}: {fault}; export the bundle again")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -6,6 +6,7 @@ An open checks size and header hash of the weights; `verify` hashes them whole.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from cachegraph.models.errors import ConfigError, ContractError
@@ -36,21 +37,27 @@ def open_bundle(folder: Path, *, draft: bool = False) -> tuple[Path, Manifest]:
             f"{folder} was exported without weights and can only be inspected; export a "
             "checkpoint to run it"
         )
-    _check_header(folder, manifest.weights)
+    for weights in _weights_files(manifest):
+        _check_header(folder, weights)
     return folder, manifest
 
 
 def verify(folder: Path) -> None:
-    """Hash the whole weights file; ContractError where it differs from the manifest."""
+    """Hash every weights file whole; ContractError where one differs from the manifest."""
     folder, manifest = open_bundle(folder)
-    assert manifest.weights is not None
-    with (folder / manifest.weights.file).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != manifest.weights.sha256:
-        raise ContractError(
-            f"{folder / manifest.weights.file}: sha256 {digest}, the manifest says "
-            f"{manifest.weights.sha256}; the file is damaged or was changed: export again"
-        )
+    for weights in _weights_files(manifest):
+        with (folder / weights.file).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != weights.sha256:
+            raise ContractError(
+                f"{folder / weights.file}: sha256 {digest}, the manifest says "
+                f"{weights.sha256}; the file is damaged or was changed: export again"
+            )
+
+
+def _weights_files(manifest: Manifest) -> Iterator[WeightsFile]:
+    """The graphs' weights, and the n-gram tables that the host holds."""
+    return (file for file in (manifest.weights, manifest.ngram_tables) if file is not None)
 
 
 def _check_header(folder: Path, weights: WeightsFile) -> None:

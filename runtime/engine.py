@@ -35,6 +35,7 @@ from cachegraph.runtime.drafter import Drafter
 from cachegraph.runtime.edits import SequenceEdits
 from cachegraph.runtime.generate import generate
 from cachegraph.runtime.memory import MemoryReport, memory_report
+from cachegraph.runtime.ngram_tables import NgramTables
 from cachegraph.runtime.opening import OpenGraphs, open_graphs
 from cachegraph.runtime.ort import (
     DeviceName,
@@ -79,7 +80,10 @@ class Engine(SequenceEdits):
         if graphs.draft is not None:
             self._store.drafter = Drafter.open(manifest, graphs.draft, self._store.table)
             results.add(STREAMS)
-        self._graph = graph_of(graphs.stages, manifest.planners, self._store.caches, results)
+        tables = NgramTables.open(folder, manifest)
+        self._graph = graph_of(
+            graphs.stages, manifest.planners, self._store.caches, results, tables
+        )
         self._steps = StepRunner(manifest, self._graph, self._store.table, self._committed)
         self._checkpoints = self._open_checkpoints()
 

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.contract import Contract
 from cachegraph.models.errors import CapacityError
+from cachegraph.models.ngram_spec import ROWS
 from cachegraph.models.planner_specs import PlannerSpecs, dims
 from cachegraph.runtime.binding import Binder, BoundCall, Buffer, bind_call
+from cachegraph.runtime.ngram_tables import NgramTables
 from cachegraph.runtime.padding import Filler, fill_rows
 from cachegraph.runtime.planners.step import StepPlan
 
@@ -36,8 +38,12 @@ class GraphPart:
         planners: PlannerSpecs,
         caches: Mapping[str, Buffer],
         results: Collection[str],
+        tables: NgramTables | None = None,
     ) -> None:
-        """caches: buffers of the contract's caches, by name. results: those that are asked for."""
+        """caches: buffers of the contract's caches, by name. results: those that are asked for.
+
+        tables: where the graph takes rows of n-gram tables.
+        """
         self.session = session
         self.contract = contract
         self.calls: dict[Bucket, BoundCall] = {}
@@ -46,6 +52,7 @@ class GraphPart:
         self._caches = caches
         self._results = results
         self._filler = Filler(contract, planners)
+        self._tables = tables
 
     def bound(self, bucket: Bucket, given: Mapping[str, Buffer] | None = None) -> BoundCall:
         """The buffers of a bucket; CapacityError where they cannot be had.
@@ -80,7 +87,11 @@ class GraphPart:
         """
         call = self.bound(bucket)
         self._filler.fill(call.dims, plan, call.arrays)
-        for name, rows in (carried or {}).items():
+        given = dict(carried or {})
+        if self._tables is not None:
+            assert plan.ngram_ids is not None
+            given[ROWS] = self._tables.rows(plan.ngram_ids)
+        for name, rows in given.items():
             fill_rows(call.arrays[name], rows, plan.ubatch.step, call.dims["P"])
         for buffer in call.inputs.values():
             self._binder.push(buffer)
@@ -94,7 +105,7 @@ class GraphPart:
     def close(self) -> None:
         """Free session and buffers."""
         self.calls.clear()
-        self.session = None
+        self.session = self._tables = None
 
     def run(self, call: BoundCall) -> None:
         """Run what was prepared; whatever ONNX Runtime raises. Caches may then be half written."""

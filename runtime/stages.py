@@ -12,6 +12,7 @@ from cachegraph.models.buckets import Bucket
 from cachegraph.models.contract import CARRIED, STREAMS, Contract
 from cachegraph.models.planner_specs import PlannerSpecs
 from cachegraph.runtime.binding import Binder, BoundCall, Buffer
+from cachegraph.runtime.ngram_tables import NgramTables
 from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.part import GraphPart, Rows
 from cachegraph.runtime.planners.step import StepPlan
@@ -22,8 +23,12 @@ def graph_of(
     planners: PlannerSpecs,
     caches: Mapping[str, Buffer],
     results: Collection[str],
+    tables: NgramTables | None = None,
 ) -> GraphPart | StageChain:
-    """One graph, or a chain of stages. results: those asked of the last stage."""
+    """One graph, or a chain of stages. results: those asked of the last stage.
+
+    tables: of the host; no model with any is split.
+    """
     last = len(stages) - 1
     parts = [
         GraphPart(
@@ -33,6 +38,7 @@ def graph_of(
             planners,
             {spec.name: caches[spec.name] for spec in stage.contract.caches},
             results if number == last else {STREAMS},
+            tables,
         )
         for number, stage in enumerate(stages)
     ]

@@ -189,6 +189,9 @@ def _files(manifest: Manifest) -> Iterator[str]:
         rows.append(
             (weights.file, f"{byte_words(weights.num_bytes)}, sha256 {weights.sha256}")
         )
+    if (tables := manifest.ngram_tables) is not None:
+        words = f"n-gram tables of the host, {byte_words(tables.num_bytes)}"
+        rows.append((tables.file, f"{words}, sha256 {tables.sha256}"))
     rows += [(name, "tokenizer") for name in manifest.tokenizer]
     yield from columns(rows)
     if weights is None:

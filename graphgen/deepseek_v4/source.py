@@ -30,7 +30,8 @@ from cachegraph.models.deepseek_v4.draft_tensors import has_draft
 from cachegraph.models.deepseek_v4.parse import load_config
 from cachegraph.models.deepseek_v4.presets import preset_config
 from cachegraph.models.deepseek_v4.serial import to_dict
-from cachegraph.models.export_options import ExportOptions
+from cachegraph.models.errors import ConfigError
+from cachegraph.models.export_options import ExportOptions, NgramPlace
 from cachegraph.models.plan_fields import SENTINELS
 from cachegraph.models.stages import stage_contract, stage_layers
 
@@ -64,7 +65,12 @@ def model_source(
     *,
     with_draft: bool,
 ) -> ModelSource:
-    """Everything export needs, from a config and the options; with_draft: the MTP block too."""
+    """Everything export needs, from a config and the options; with_draft: the MTP block too.
+
+    ConfigError for options that this family has no graph for.
+    """
+    if options.ngram is not NgramPlace.AUTO:
+        raise ConfigError("a DeepSeek-V4 model has no n-gram tables; leave out --ngram")
     main = DeepseekV4(config, options)
     whole = contract(
         config,

@@ -43,10 +43,22 @@ def linear(
     rows: Rows = ("T",),
 ) -> FloatLinear | NBitsLinear | DequantLinear:
     """The linear layer of the chosen weight form for a big matrix, for inputs [*rows, in]."""
+    return linear_of(joined(names), names[0], size_in, size_out, options, rows)
+
+
+def linear_of(
+    matrix: Matrix,
+    name: str,
+    size_in: int,
+    size_out: int,
+    options: ExportOptions,
+    rows: Rows = ("T",),
+) -> FloatLinear | NBitsLinear | DequantLinear:
+    """As `linear`, of a matrix [out, in] that is made of tensors; `name` is for messages."""
     if options.weights.bits is None:
-        return FloatLinear(joined(names), size_in, size_out, options.weights)
-    check_blocks(names[0], size_in, BLOCK)
-    return quant_linear(joined(names), size_in, size_out, options, rows)
+        return FloatLinear(matrix, size_in, size_out, options.weights)
+    check_blocks(name, size_in, BLOCK)
+    return quant_linear(matrix, size_in, size_out, options, rows)
 
 
 def quant_linear(

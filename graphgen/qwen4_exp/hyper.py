@@ -11,8 +11,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript import OpBuilder, nn
 
+from cachegraph.graphgen.layers.linear import FloatLinear, joined, linear, linear_of
 from cachegraph.graphgen.layers.norm import rms_norm
 from cachegraph.graphgen.weights.parameter import Read, Weight, tensor
+from cachegraph.graphgen.weights.quantise import BLOCK
+from cachegraph.models.export_options import ExportOptions
 from cachegraph.models.qwen4_exp.config import Qwen4ExpConfig
 
 
@@ -38,10 +41,19 @@ class StreamRead(nn.Module):
     """What a site takes from the streams, and how strongly it writes to each of them.
 
     `prefix` is the checkpoint path, such as layers.3.attn_hyper_connection. The division by M is
-    folded into the projection. is_final: the head's read, which writes nothing.
+    folded into the projection. is_final: the head's read, of O rows, which writes nothing. The
+    matrices of all sites are a tenth of what a token reads of the release, so that they are
+    quantised too; but a rank of no whole blocks leaves `up` in float.
     """
 
-    def __init__(self, config: Qwen4ExpConfig, prefix: str, *, is_final: bool = False) -> None:
+    def __init__(
+        self,
+        config: Qwen4ExpConfig,
+        prefix: str,
+        options: ExportOptions,
+        *,
+        is_final: bool = False,
+    ) -> None:
         super().__init__()
         self.config, self.is_final = config, is_final
         m, width, rank = config.hc_count, config.stream_width, config.hc_lowrank
@@ -50,13 +62,16 @@ class StreamRead(nn.Module):
 
         def down(read: Read) -> NDArray[np.float32]:
             parts = [read(f"{prefix}.{name}.weight") for name in names]
-            joined = (np.concatenate(parts).T / np.float32(m)).astype(np.float32)
-            return np.ascontiguousarray(joined)
+            return (np.concatenate(parts) / np.float32(m)).astype(np.float32)
 
-        self.down = tensor(down, [width, rank if is_final else rank + m])
-        self.up = tensor(
-            lambda read: np.ascontiguousarray(read(f"{prefix}.input_mix_weight_up.weight").T),
-            [rank, width],
+        rows = ("O",) if is_final else ("T",)
+        size = rank if is_final else rank + m
+        self.down = linear_of(down, f"{prefix}.{names[0]}.weight", width, size, options, rows)
+        up = [f"{prefix}.input_mix_weight_up.weight"]
+        self.up = (
+            FloatLinear(joined(up), rank, width)
+            if options.weights.bits and rank % BLOCK
+            else linear(up, rank, width, options, rows)
         )
 
     def forward(self, op: OpBuilder, streams: ir.Value) -> tuple[ir.Value, ir.Value | None]:
@@ -64,12 +79,12 @@ class StreamRead(nn.Module):
         config = self.config
         m, d, rank = config.hc_count, config.hidden_size, config.hc_lowrank
         normed = self.norm(op, streams)
-        low = op.MatMul(op.Reshape(normed, [-1, m * d]), self.down)
+        low = self.down(op, op.Reshape(normed, [-1, m * d]))
         inject = None
         if not self.is_final:
             low, logits = op.Split(low, [rank, m], axis=-1, _outputs=2)
             inject = op.Unsqueeze(op.Mul(op.Sigmoid(logits), 2.0), [-1])
-        gate = op.Sigmoid(op.MatMul(op.Mul(low, op.Sigmoid(low)), self.up))
+        gate = op.Sigmoid(self.up(op, op.Mul(low, op.Sigmoid(low))))
         mixed = op.Mul(op.Reshape(gate, [-1, m, d]), normed)
         return op.ReduceMean(mixed, [1], keepdims=0), inject
 

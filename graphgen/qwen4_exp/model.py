@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnxscript import OpBuilder, nn
 
-from cachegraph.graphgen.cache_ops import CacheOps, Stored, stored_caches
+from cachegraph.graphgen.cache_ops import Stored, stored_caches
 from cachegraph.graphgen.layers.causal_conv import conv_step
 from cachegraph.graphgen.layers.experts import ExpertSizes, expert_layer, swiglu
 from cachegraph.graphgen.layers.linear import (
@@ -126,16 +126,15 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         prefix = f"layers.{layer}"
-        ops = CacheOps(read=options.gather, write=options.scatter)
         if layer in config.ple_layers:
-            self.ple = NgramEmbedding(config, layer, ops, host_tables=host_tables)
-        self.attn_read = StreamRead(config, f"{prefix}.attn_hyper_connection")
+            self.ple = NgramEmbedding(config, layer, options, host_tables=host_tables)
+        self.attn_read = StreamRead(config, f"{prefix}.attn_hyper_connection", options)
         self.is_delta = config.layer_kinds[layer] is LayerKind.GDN
         if self.is_delta:
             self.linear_attn = DeltaLayer(config, f"{prefix}.linear_attn", options)
         else:
             self.self_attn = Attention(config, f"{prefix}.self_attn", options)
-        self.mlp_read = StreamRead(config, f"{prefix}.mlp_hyper_connection")
+        self.mlp_read = StreamRead(config, f"{prefix}.mlp_hyper_connection", options)
         self.mlp = Mlp(config, layer, options)
 
     def forward(
@@ -196,7 +195,7 @@ class Qwen4Exp(nn.Module):
             ]
         )
         self.hyper_connection_mixer = StreamRead(
-            config, "hyper_connection_mixer", is_final=True
+            config, "hyper_connection_mixer", options, is_final=True
         )
         self.lm_head = linear(
             ["lm_head.weight"], config.hidden_size, config.vocab_size, options, rows=("O",)

@@ -14,10 +14,11 @@ from onnxscript import OpBuilder, nn
 
 from cachegraph.graphgen.cache_ops import CacheOps, Stored
 from cachegraph.graphgen.layers.causal_conv import CausalConv, ConvSizes, ConvStep
-from cachegraph.graphgen.layers.linear import FloatLinear, joined
+from cachegraph.graphgen.layers.linear import FLOAT_TYPES, as_float, joined, linear
 from cachegraph.graphgen.layers.state_step import StateStep
 from cachegraph.graphgen.qwen4_exp.hyper import GroupedNorm
-from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe
+from cachegraph.graphgen.weights.parameter import Piece, Read, Recipe, Weight
+from cachegraph.models.export_options import ExportOptions, WeightType
 from cachegraph.models.qwen4_exp.config import Qwen4ExpConfig
 from cachegraph.models.qwen4_exp.tensors import ngram_shards
 
@@ -46,47 +47,61 @@ def conv_sizes(config: Qwen4ExpConfig) -> ConvSizes:
     )
 
 
-class NgramTable(nn.Module):
-    """A table [rows, width of a head] that the graph holds."""
+def table_form(options: ExportOptions) -> WeightType:
+    """How tables are stored: in the float form chosen; beside quantised matrices as published."""
+    return WeightType.BF16 if options.weights.bits else options.weights
 
-    def __init__(self, config: Qwen4ExpConfig, layer: int, module: int) -> None:
+
+def table_weight(config: Qwen4ExpConfig, module: int, form: WeightType) -> Weight:
+    """The table [rows, width of a head] of a module, made one part of the checkpoint at a time."""
+    layer = config.ple_layers[module]
+
+    def make(read: Read) -> Iterator[Piece]:
+        start = 0
+        for shard in ngram_shards(config, layer):
+            rows = read(shard)
+            yield Piece("table", start, rows)
+            start += len(rows)
+
+    shape = [config.ngram_rows(module), config.ngram_head_dim]
+    return Recipe(make).weight("table", shape, FLOAT_TYPES[form])
+
+
+class NgramTable(nn.Module):
+    """A table that the graph holds; gathered rows are cast."""
+
+    def __init__(self, config: Qwen4ExpConfig, module: int, options: ExportOptions) -> None:
         super().__init__()
         self.heads = config.ngram_total_heads
         self.first, self.width = module * self.heads, config.ple_embed_dim
-
-        def make(read: Read) -> Iterator[Piece]:
-            start = 0
-            for shard in ngram_shards(config, layer):
-                rows = read(shard)
-                yield Piece("table", start, rows)
-                start += len(rows)
-
-        rows = config.ngram_rows(module)
-        self.table = Recipe(make).weight("table", [rows, config.ngram_head_dim])
+        self.form = table_form(options)
+        self.table = table_weight(config, module, self.form)
 
     def forward(self, op: OpBuilder, ids: ir.Value) -> ir.Value:
         """ids [T, heads of all modules] -> the rows of this module's heads, [T, E]."""
         own = op.Slice(ids, [self.first], [self.first + self.heads], [1])
-        return op.Reshape(op.Gather(self.table, own, axis=0), [-1, self.width])
+        rows = as_float(op, op.Gather(self.table, own, axis=0), self.form)
+        return op.Reshape(rows, [-1, self.width])
 
 
 class NgramEmbedding(nn.Module):
     """One layer's n-gram embedding, number `module` of the model."""
 
     def __init__(
-        self, config: Qwen4ExpConfig, layer: int, ops: CacheOps, *, host_tables: bool
+        self, config: Qwen4ExpConfig, layer: int, options: ExportOptions, *, host_tables: bool
     ) -> None:
         super().__init__()
-        self.config, self.ops, self.sizes = config, ops, conv_sizes(config)
+        self.config, self.sizes = config, conv_sizes(config)
+        self.ops = CacheOps(read=options.gather, write=options.scatter)
         self.module = config.ple_layers.index(layer)
         prefix, width = f"layers.{layer}.ple", config.ple_embed_dim
         if not host_tables:
-            self.ple_embedding = NgramTable(config, layer, self.module)
-        self.key_proj = FloatLinear(
-            joined([f"{prefix}.key_proj.weight"]), width, config.stream_width
+            self.ple_embedding = NgramTable(config, self.module, options)
+        self.key_proj = linear(
+            [f"{prefix}.key_proj.weight"], width, config.stream_width, options
         )
-        self.value_proj = FloatLinear(
-            joined([f"{prefix}.value_proj.weight"]), width, config.hidden_size
+        self.value_proj = linear(
+            [f"{prefix}.value_proj.weight"], width, config.hidden_size, options
         )
         self.norm_key = GroupedNorm(config, f"{prefix}.norm_key.weight")
         self.norm_query = GroupedNorm(config, f"{prefix}.norm_query.weight")

@@ -16,6 +16,7 @@ from cachegraph.models.export_options import (
     Dialect,
     Experts,
     ExportOptions,
+    NgramPlace,
     RowRead,
     RowWrite,
     Select,
@@ -45,7 +46,8 @@ WeightsOption = Annotated[
     typer.Option(
         help="Form of the big matrices. f16 and bf16 halve the file, but on CPU they run as "
         "f32; int8 and int4 are blockwise and faster, and round activations too. Norms, "
-        "router, hyper-connections, compressor and indexer projections stay in float."
+        "router, compressor and indexer projections and DeepSeek-V4's hyper-connections stay "
+        "in float."
     ),
 ]
 ContextOption = Annotated[
@@ -117,11 +119,18 @@ RawOption = Annotated[
         help="Raw rows: a block for each sequence, or one pool that copies of a sequence share."
     ),
 ]
+NgramOption = Annotated[
+    NgramPlace,
+    typer.Option(
+        help="Where Qwen4-Exp's n-gram tables live: in the graph, or in a file of their own of "
+        "which the host reads each token's rows; auto means the host above a gigabyte."
+    ),
+]
 PresetOption = Annotated[
     str | None,
     typer.Option(
-        help="Build a published model's graphs instead of a checkpoint's: deepseek-v4-flash "
-        "or deepseek-v4-pro. Needs --no-weights."
+        help="Build a published model's graphs instead of a checkpoint's: deepseek-v4-flash, "
+        "deepseek-v4-pro or qwen3.8-flash-next. Needs --no-weights."
     ),
 ]
 NoWeightsOption = Annotated[
@@ -164,6 +173,7 @@ def command(
     cache: CacheOption = CacheType.F32,
     index_cache: IndexCacheOption = CacheType.F32,
     raw: RawOption = RowSharing.PER_STREAM,
+    ngram: NgramOption = NgramPlace.AUTO,
     draft: DraftOption = True,
     split: SplitOption = None,
     devices: DevicesOption = None,
@@ -188,6 +198,7 @@ def command(
         cache=cache,
         index_cache=index_cache,
         raw=raw,
+        ngram=ngram,
         draft=draft,
         split=_counts(split),
         devices=tuple(devices.split(",")) if devices else (),
