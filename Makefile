@@ -1,7 +1,7 @@
 # make demo       install, export a shipped model, stream text from it (FAMILY=qwen4_exp)
 # make test       install the test tools and run every test
 # make test-fast  rungs r0 to r2: torch is not imported
-# make fuzz N=2000  random programs of sequence edits against cold runs; log in docs/fuzz/
+# make fuzz N=2000  random programs of sequence edits against cold runs; log in docs/fuzz/ (FAMILY)
 # make check      format, lint, types, import direction, size budget
 PYTHON ?= python3
 # Named alone and first, so that pip takes the build that its index prefers for this machine.
@@ -34,8 +34,8 @@ test-fast: $(VENV)/test.stamp
 	$(BIN)/python -m pytest --no-torch -m 'r0 or r1 or r2'
 
 fuzz: $(VENV)/test.stamp
-	PYTHONPATH=tests $(BIN)/python tests/fuzz/run.py --programs $(N) --seed $(SEED) \
-		--log docs/fuzz/sequences.txt
+	PYTHONPATH=tests $(BIN)/python tests/fuzz/run.py --family $(FAMILY) --programs $(N) \
+		--seed $(SEED) --log docs/fuzz/$(FAMILY).txt
 
 check: $(VENV)/test.stamp .ns/cachegraph
 	$(BIN)/ruff format --check .
