@@ -1,4 +1,4 @@
-# make demo       install, export the shipped model, stream text from it
+# make demo       install, export a shipped model, stream text from it (FAMILY=qwen4_exp)
 # make test       install the test tools and run every test
 # make test-fast  rungs r0 to r2: torch is not imported
 # make fuzz N=2000  random programs of sequence edits against cold runs; log in docs/fuzz/
@@ -13,7 +13,8 @@ PROMPT ?= def read(self, size=-1):
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
-DEMO := out/deepseek_v4_tiny
+FAMILY ?= deepseek_v4
+DEMO := out/$(FAMILY)_tiny
 # The two onnxruntime wheels overwrite each other: exactly one of them is installed.
 DEVICE := $(shell if nvidia-smi -L >/dev/null 2>&1 || test -e /proc/driver/nvidia/version; \
 	then echo cuda; else echo cpu; fi)
@@ -22,7 +23,7 @@ DEVICE := $(shell if nvidia-smi -L >/dev/null 2>&1 || test -e /proc/driver/nvidi
 
 demo: $(VENV)/demo.stamp
 	rm -rf $(DEMO)
-	$(BIN)/cachegraph export tiny:deepseek_v4 $(DEMO) --dialect ort
+	$(BIN)/cachegraph export tiny:$(FAMILY) $(DEMO) --dialect ort
 	$(BIN)/cachegraph generate $(DEMO) --prompt '$(PROMPT)' --max-tokens 200 \
 		--temperature 0.6 --repetition-penalty 1.1 --seed 2
 

@@ -9,7 +9,7 @@ from cachegraph.models.errors import ConfigError
 
 PREFIX = "tiny:"
 _FOLDER = "checkpoints"
-NAMES = {"deepseek_v4": "deepseek_v4_tiny"}
+NAMES = {"deepseek_v4": "deepseek_v4_tiny", "qwen4_exp": "qwen4_exp_tiny"}
 
 
 def known_names() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from cachegraph.models.qwen4_exp.serial import to_dict
 from cachegraph.models.qwen4_exp.tensors import checkpoint_table
 from cachegraph.models.recurrent_spec import START
 
+_LOG = logging.getLogger(__name__)
 _LARGEST_TABLE = 10**9  # bytes of an n-gram table that a graph holds unless it is told to
 
 

@@ -11,7 +11,12 @@ from cachegraph.models.export_options import Dialect, WeightType
 from cachegraph.models.shipped import resolve
 from cachegraph.tools.bench.caches import CHOICES, cache_table, measure
 from cachegraph.tools.bench.drafting import draft_table, measure_drafting
-from cachegraph.tools.bench.models import medium_checkpoint, medium_config
+from cachegraph.tools.bench.models import (
+    hybrid_checkpoint,
+    hybrid_config,
+    medium_checkpoint,
+    medium_config,
+)
 from cachegraph.tools.bench.speed import compare, context_ratio
 from cachegraph.tools.bench.tables import context_table, speed_table
 from cachegraph.tools.bench.workers import Worker
@@ -20,6 +25,7 @@ SHIPPED = "tiny:deepseek_v4"
 PEERS = {"transformers eager": "eager", "transformers grouped experts": None}
 BASELINE = "transformers eager"
 SHORT_CONTEXT, LONG_CONTEXT = 1024, 16384
+HYBRID_CONTEXTS = 2048, 32768
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +48,8 @@ class Bench:
             "context": self._context,
             "caches": self._caches,
             "drafting": self._drafting,
+            "hybrid": self._hybrid,
+            "hybrid-context": self._hybrid_context,
         }
         return suites[suite](stack)
 
@@ -66,38 +74,69 @@ class Bench:
 
     def _medium(self, stack: ExitStack) -> tuple[str, list[str]]:
         checkpoint = medium_checkpoint(self.work / "medium")
+        title = "690M-parameter random model, `cachegraph bench --suite medium`"
+        vocab = medium_config().vocab_size
+        return title, self._beside_peers(stack, checkpoint, vocab, context=512)
+
+    def _hybrid(self, stack: ExitStack) -> tuple[str, list[str]]:
+        checkpoint = hybrid_checkpoint(self.work / "hybrid")
+        title = "320M-parameter random Qwen4-Exp, `cachegraph bench --suite hybrid`"
+        vocab = hybrid_config().vocab_size
+        return title, self._beside_peers(stack, checkpoint, vocab, context=HYBRID_CONTEXTS[0])
+
+    def _beside_peers(
+        self, stack: ExitStack, checkpoint: Path, vocab_size: int, *, context: int
+    ) -> list[str]:
+        """Every weight form on the ort dialect, and transformers."""
         workers = {
-            f"cachegraph ort {weights}": self._ours(stack, checkpoint, "ort", weights)
+            f"cachegraph ort {weights}": self._ours(
+                stack, checkpoint, "ort", weights, context=context + 1536
+            )
             for weights in self.weights
         }
         workers |= self._peer(stack, checkpoint)
         speeds = compare(
             workers,
-            vocab_size=medium_config().vocab_size,
-            context=512,
+            vocab_size=vocab_size,
+            context=context,
             block=16,
             repeats=self.repeats,
             report=self.report,
         )
-        title = "690M-parameter random model, `cachegraph bench --suite medium`"
-        return title, speed_table(speeds, BASELINE)
+        return speed_table(speeds, BASELINE)
 
     def _context(self, stack: ExitStack) -> tuple[str, list[str]]:
         checkpoint = medium_checkpoint(self.work / "medium")
+        title = "Step time by context, 690M model, `cachegraph bench --suite context`"
+        contexts = (SHORT_CONTEXT, LONG_CONTEXT)
+        return title, self._by_context(checkpoint, medium_config().vocab_size, contexts)
+
+    def _hybrid_context(self, stack: ExitStack) -> tuple[str, list[str]]:
+        checkpoint = hybrid_checkpoint(self.work / "hybrid")
+        title = (
+            "Step time by context, 320M Qwen4-Exp, `cachegraph bench --suite hybrid-context`"
+        )
+        return title, self._by_context(checkpoint, hybrid_config().vocab_size, HYBRID_CONTEXTS)
+
+    def _by_context(
+        self, checkpoint: Path, vocab_size: int, contexts: tuple[int, int]
+    ) -> list[str]:
+        """Decode steps of one bundle at a short and a long context, for every weight form."""
         times = {}
         for weights in self.weights:
             with ExitStack() as one:
-                worker = self._ours(one, checkpoint, "ort", weights, sequences=2)
+                worker = self._ours(
+                    one, checkpoint, "ort", weights, context=contexts[1] + 512, sequences=2
+                )
                 times[f"ort {weights}"] = context_ratio(
                     worker,
-                    vocab_size=medium_config().vocab_size,
-                    contexts=(SHORT_CONTEXT, LONG_CONTEXT),
+                    vocab_size=vocab_size,
+                    contexts=contexts,
                     block=8,
                     repeats=self.repeats,
                     report=self.report,
                 )
-        title = "Step time by context, 690M model, `cachegraph bench --suite context`"
-        return title, context_table(times)
+        return context_table(times)
 
     def _caches(self, stack: ExitStack) -> tuple[str, list[str]]:
         figures = measure(
@@ -124,12 +163,13 @@ class Bench:
         checkpoint: Path,
         dialect: str,
         weights: str,
+        *,
+        context: int = 2048,
         sequences: int = 1,
     ) -> Worker:
         from cachegraph.graphgen import ExportOptions, export
         from cachegraph.models.capacity import Capacity
 
-        context = LONG_CONTEXT + 512 if sequences > 1 else 2048
         name = f"{checkpoint.name}_{dialect}_{weights}_{context}_{sequences}"
         bundle = self.work / name
         options = ExportOptions(

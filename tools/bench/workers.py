@@ -102,12 +102,12 @@ class TransformersProgram:
 
     def __init__(self, checkpoint: str, threads: int, experts: str | None) -> None:
         import torch
-        from transformers import DeepseekV4ForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
         self._torch = torch
         choice: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
-        self._model = DeepseekV4ForCausalLM.from_pretrained(
+        self._model = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, **choice
         )
         self._model.train(mode=False)

@@ -23,6 +23,8 @@ class Suite(StrEnum):
     context = "context"
     caches = "caches"
     drafting = "drafting"
+    hybrid = "hybrid"
+    hybrid_context = "hybrid-context"
 
 
 def _weight_type(text: str) -> str:
@@ -39,7 +41,9 @@ def command(
             help="shipped: the shipped model. medium: a random model of 690M parameters (makes "
             "a checkpoint of 1.4 GB and bundles of 4 GB). context: step time of that model at "
             "16k tokens against 1k. caches: memory and perplexity of each cache type. drafting: "
-            "the shipped model with and without drafts. Default: shipped."
+            "the shipped model with and without drafts. hybrid, hybrid-context: as medium and "
+            "context, with a random Qwen4-Exp of 320M parameters at 2k tokens, and at 32k "
+            "against 2k. Default: shipped."
         ),
     ] = None,
     peers: Annotated[
@@ -47,7 +51,7 @@ def command(
     ] = True,
     weights: Annotated[
         str,
-        typer.Option(help="Weight forms of medium, context and drafting, comma-separated."),
+        typer.Option(help="Weight forms of all suites but shipped and caches."),
     ] = "f32,int8,int4",
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")] = 5,
     threads: Annotated[int, typer.Option(min=1, help="Threads of every program.")] = 2,

@@ -34,7 +34,12 @@ def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--seeds", type=int, default=3, help="draws of random selection")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="draws of random selection; 0 leaves the other selections out",
+    )
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -43,7 +48,8 @@ def main() -> None:
     print(_versions(), flush=True)
     learned = score(Selection.LEARNED, 0)
     _print_yardstick(corpus, learned)
-    _print_selections(learned, args.seeds, score)
+    if args.seeds:
+        _print_selections(learned, args.seeds, score)
 
 
 def _scorer(checkpoint: Path, corpus: Corpus) -> Scorer:

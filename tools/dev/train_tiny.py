@@ -1,4 +1,4 @@
-"""Train a tiny DeepSeek-V4 on the standard library's source and write it as a checkpoint.
+"""Train a tiny model of a family on the standard library's source and write it as a checkpoint.
 
 Needs the test extra (torch, transformers). With `--steps` a run is reproducible on one machine
 and number of threads; with `--minutes` it fits a time. See docs/tiny_model.md.
@@ -9,19 +9,50 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
+from torch import nn
 
+from cachegraph.tools.dev.tiny import network, qwen_network
 from cachegraph.tools.dev.tiny.corpus import Corpus, stdlib_corpus
 from cachegraph.tools.dev.tiny.figures import loss_curve
-from cachegraph.tools.dev.tiny.network import new_model, save_f16
+from cachegraph.tools.dev.tiny.network import save_f16
+from cachegraph.tools.dev.tiny.probes import TrainingProbes
+from cachegraph.tools.dev.tiny.qwen_probes import QwenProbes
 from cachegraph.tools.dev.tiny.schedule import Budget, Recipe
 from cachegraph.tools.dev.tiny.tokens import encode_stream, save_tokenizer, train_tokenizer
-from cachegraph.tools.dev.tiny.training import Data, train
+from cachegraph.tools.dev.tiny.training import Data, Probes, train
 
 DEFAULT_STEPS = 1500  # about what the shipped model had in its two runs together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What differs between the models of two families."""
+
+    title: str
+    recipe: Recipe
+    new_model: Callable[[int, int], nn.Module]
+    probes: Callable[[nn.Module], Probes]
+
+
+FAMILIES = {
+    "deepseek_v4": Family(
+        title="DeepSeek-V4",
+        recipe=Recipe(),
+        new_model=network.new_model,
+        probes=TrainingProbes,
+    ),
+    "qwen4_exp": Family(
+        title="Qwen4-Exp",
+        recipe=Recipe.qwen4_exp(),
+        new_model=qwen_network.new_model,
+        probes=QwenProbes,
+    ),
+}
 
 
 def main() -> None:
@@ -29,24 +60,27 @@ def main() -> None:
     args = _parser().parse_args()
     torch.set_num_threads(args.threads)
     steps = None if args.minutes else args.steps
-    recipe = _scaled(Recipe(), args.scale)
+    family = FAMILIES[args.family]
+    recipe = _scaled(family.recipe, args.scale)
     corpus = stdlib_corpus()
     tokenizer = train_tokenizer((s.text for s in corpus.train), recipe.vocab_size)
     save_tokenizer(tokenizer, args.out)
-    model = new_model(recipe.vocab_size, args.seed)
+    model = family.new_model(recipe.vocab_size, args.seed)
     data = _data(corpus, tokenizer)
     print(f"{len(data.train)} tokens to train on, {len(data.held_out)} held out", flush=True)
     budget = Budget(steps=steps, minutes=args.minutes)
-    rows = train(model, data, recipe, budget, seed=args.seed, say=_say)
+    probes = family.probes(model)
+    rows = train(model, probes, data, recipe, budget, seed=args.seed, say=_say)
     save_f16(model, args.out)
     (args.out / "log.json").write_text(json.dumps(rows) + "\n")
     curve = args.curve or args.out / "loss.svg"
-    curve.write_text(loss_curve(rows, f"Tiny DeepSeek-V4, seed {args.seed}: bits per byte"))
+    curve.write_text(loss_curve(rows, f"Tiny {family.title}, seed {args.seed}: bits per byte"))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, help="folder for the checkpoint and its log")
+    parser.add_argument("--family", choices=FAMILIES, default="deepseek_v4")
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
     parser.add_argument("--minutes", type=float, help="stop by time instead of by steps")
     parser.add_argument("--seed", type=int, default=0)

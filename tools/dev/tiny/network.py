@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCausalLM
 
 from cachegraph.tools.dev.tiny.tokens import BOS_ID, EOS_ID
 
@@ -69,7 +69,7 @@ def new_model(vocab_size: int, seed: int) -> nn.Module:
 
 def load_model(checkpoint: Path) -> nn.Module:
     """A checkpoint in f32 with eager attention, ready to evaluate."""
-    model: nn.Module = DeepseekV4ForCausalLM.from_pretrained(
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()

@@ -26,15 +26,22 @@ class TrainingProbes:
         self._attention: dict[str, Tensor] = {}  # by layer: [B, H, T, keys], compressed last
         self._chosen: dict[nn.Module, Tensor] = {}  # by router: [B*T, k]
         self._indexers = [m for _, m in modules_named(model, "DeepseekV4Indexer")]
-        for name, scorer in modules_named(model, "DeepseekV4IndexerScorer"):
+        self._hooks = [
             scorer.register_forward_hook(_keep(self._scores, _layer(name)))
-        for name, attention in modules_named(model, "DeepseekV4Attention"):
-            if attention.layer_type == CSA:
-                attention.register_forward_hook(_keep(self._attention, _layer(name), item=1))
-        for _, router in modules_named(model, "DeepseekV4TopKRouter"):
+            for name, scorer in modules_named(model, "DeepseekV4IndexerScorer")
+        ]
+        self._hooks += [
+            attention.register_forward_hook(_keep(self._attention, _layer(name), item=1))
+            for name, attention in modules_named(model, "DeepseekV4Attention")
+            if attention.layer_type == CSA
+        ]
+        self._hooks += [
             router.register_forward_hook(_keep(self._chosen, router, item=2))
-        for indexer in self._indexers:
-            indexer.register_forward_pre_hook(_detach_inputs)
+            for _, router in modules_named(model, "DeepseekV4TopKRouter")
+        ]
+        self._hooks += [
+            indexer.register_forward_pre_hook(_detach_inputs) for indexer in self._indexers
+        ]
 
     def set_topk(self, topk: int) -> None:
         """How many blocks the indexers select from now on."""
@@ -45,6 +52,15 @@ class TrainingProbes:
         """The sum over CSA layers of the indexer's loss in the last forward pass, a scalar."""
         losses = [index_loss(mass, self._scores[at]) for at, mass in self._attention.items()]
         return torch.stack(losses).sum()
+
+    def balance_loss(self) -> Tensor:
+        """Nothing: the routers' biases even them out."""
+        return torch.zeros(())
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def balance_routers(self, step: float) -> None:

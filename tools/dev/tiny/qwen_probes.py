@@ -30,11 +30,18 @@ class QwenProbes:
         for indexer in self._indexers:
             indexer.forward = partial(_select, indexer)
         self._masses: list[Tensor] = []
-        for _, layer in modules_named(model, "Qwen4ExpTextAttention"):
-            layer.register_forward_hook(self._note_attention)
         self._routed: list[tuple[Tensor, Tensor]] = []
-        for _, router in modules_named(model, "Qwen4ExpTextTopKRouter"):
-            router.register_forward_hook(self._note_router)
+        layers = [m for _, m in modules_named(model, "Qwen4ExpTextAttention")]
+        routers = [m for _, m in modules_named(model, "Qwen4ExpTextTopKRouter")]
+        self._hooks = [layer.register_forward_hook(self._note_attention) for layer in layers]
+        self._hooks += [router.register_forward_hook(self._note_router) for router in routers]
+
+    def close(self) -> None:
+        """Leave the model as it was, with the published selection."""
+        for hook in self._hooks:
+            hook.remove()
+        for indexer in self._indexers:
+            del indexer.forward, indexer.noted_scores
 
     def set_topk(self, topk: int) -> None:
         """Blocks that each token keeps."""
@@ -59,6 +66,9 @@ class QwenProbes:
             losses.append(((entropy - (share * log_picked).sum(-1)) * known).mean())
         self._masses = []
         return torch.stack(losses).mean()
+
+    def balance_routers(self, step: float) -> None:
+        """Nothing: these routers have no bias to move; `balance_loss` evens them out."""
 
     def balance_loss(self) -> Tensor:
         """How unevenly routers choose: experts times the sum of (share chosen, mean weight)."""

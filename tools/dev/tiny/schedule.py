@@ -48,6 +48,19 @@ class Recipe:
     eval_batch: int = 4
     eval_tokens: int = 512
 
+    @classmethod
+    def qwen4_exp(cls) -> Recipe:
+        """That of the tiny Qwen4-Exp: shorter texts, since its recurrent layers are slower."""
+        return cls(
+            phases=(
+                Phase(name="dense", begins=0.0, tokens=256, batch=8, topk=EVERYTHING),
+                Phase(name="sparse", begins=0.5, tokens=384, batch=6, topk=16),
+                Phase(name="long", begins=0.85, tokens=1024, batch=2, topk=16),
+            ),
+            eval_every=150,
+            eval_batches=6,
+        )
+
     def phase(self, progress: float) -> Phase:
         """The phase at a share of the budget, 0 <= progress."""
         return [phase for phase in self.phases if phase.begins <= progress][-1]

@@ -1,10 +1,11 @@
-"""The training loop of a tiny DeepSeek-V4: one step, periodic evaluation, the log."""
+"""The training loop of a tiny model: one step, periodic evaluation, the log."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from numpy.random import Generator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from cachegraph.tools.dev.tiny.probes import TrainingProbes
 from cachegraph.tools.dev.tiny.schedule import Budget, LogRow, Phase, Recipe
 from cachegraph.tools.dev.tiny.tokens import Ids
 
@@ -28,6 +28,25 @@ class Data:
     bytes_per_token: float
 
 
+class Probes(Protocol):
+    """What training reads out of a model of one family, and sets in it."""
+
+    def set_topk(self, topk: int) -> None:
+        """Blocks that each token selects from now on."""
+
+    def index_loss(self) -> Tensor:
+        """The indexers' own loss in the last forward pass, a scalar."""
+
+    def balance_loss(self) -> Tensor:
+        """What routers that choose unevenly add to the loss, a scalar."""
+
+    def balance_routers(self, step: float) -> None:
+        """Move selection biases, where routers have them."""
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
     """Of one training step: the model's, in nats per token, and its indexers'."""
@@ -38,6 +57,7 @@ class Losses:
 
 def train(
     model: nn.Module,
+    probes: Probes,
     data: Data,
     recipe: Recipe,
     budget: Budget,
@@ -45,8 +65,10 @@ def train(
     seed: int,
     say: Callable[[str], None],
 ) -> list[LogRow]:
-    """Train in place until the budget is used; returns the log, whose last row is the end."""
-    probes = TrainingProbes(model)
+    """Train in place until the budget is used; returns the log, whose last row is the end.
+
+    probes: of this model, closed afterwards.
+    """
     optimizer = optimizer_of(model, recipe)
     random = np.random.default_rng(seed)
     rows: list[LogRow] = []
@@ -66,12 +88,13 @@ def train(
             rows.append(LogRow(step, round(budget.elapsed(), 2), losses.model, held_out))
         if step <= 3 or step % 25 == 0 or is_last:
             say(_line(step, losses, rows))
+    probes.close()
     return rows
 
 
 def _step(
     model: nn.Module,
-    probes: TrainingProbes,
+    probes: Probes,
     optimizer: torch.optim.Optimizer,
     texts: Tensor,
     recipe: Recipe,
@@ -82,7 +105,8 @@ def _step(
     model_loss = cross_entropy(logits.flatten(0, 1), texts[:, 1:].flatten())
     index_loss = probes.index_loss()
     optimizer.zero_grad()
-    torch.autograd.backward(model_loss + recipe.index_loss_weight * index_loss)
+    total = model_loss + recipe.index_loss_weight * index_loss + probes.balance_loss()
+    torch.autograd.backward(total)
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
     optimizer.step()
     probes.balance_routers(recipe.router_bias_step)
