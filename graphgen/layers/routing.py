@@ -38,7 +38,7 @@ def log_weights(op: OpBuilder, routing: Routing) -> ir.Value:
 
 def choice_marks(op: OpBuilder, routing: Routing) -> ir.Value:
     """[T, E]: 1 for each chosen expert, else 0."""
-    ones = op.Div(routing.weights, routing.weights)
+    ones = op.Pow(routing.weights, 0.0)  # of a weight of 0 too
     return _spread(op, routing, ones, 0.0)
 
 

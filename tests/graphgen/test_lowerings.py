@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from support import graphs
 from support.bundles import (
     BLOCKS,
+    QWEN_BLOCKS,
     Bundles,
     Rows,
     largest_difference,
@@ -37,6 +38,7 @@ from cachegraph.runtime.batch import Batch
 
 pytestmark = pytest.mark.r2
 
+FAMILIES = ["deepseek_v4", "qwen4_exp"]
 SAME = 1e-5
 LENGTH = 71
 LOWERINGS: Mapping[str, Mapping[str, Any]] = {
@@ -75,7 +77,7 @@ def answer(folder: Path) -> tuple[NDArray[np.float32], Rows]:
         return np.concatenate(parts), live_rows(engine, 0)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "qwen4_exp"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_lowerings_agree(bundles: Bundles, family: str, lowering: str) -> None:
     """Logits and every live cache row, to 1e-5."""
@@ -107,12 +109,14 @@ def optimised(folder: Path, out: Path) -> onnx.ModelProto:
     return graphs.load(out / "optimised.onnx")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("weights", [WeightType.INT8, WeightType.INT4])
 def test_portable_matrices_run_as_packed_products(
-    bundles: Bundles, weights: WeightType, tmp_path: Path
+    bundles: Bundles, family: str, weights: WeightType, tmp_path: Path
 ) -> None:
     """No DequantizeLinear is left in front of a MatMul: each pair became one MatMulNBits."""
-    folder = bundles.quant_bundle(Dialect.PORTABLE, weights)
+    make = bundles.quant_qwen_bundle if family == "qwen4_exp" else bundles.quant_bundle
+    folder = make(Dialect.PORTABLE, weights)
     template = graphs.load(folder / read_manifest(folder).template)
     pairs = len(graphs.nodes(template, "DequantizeLinear"))
     model = optimised(folder, tmp_path)
@@ -125,11 +129,17 @@ def test_portable_matrices_run_as_packed_products(
         assert attributes["bits"] == weights.bits
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("weights", [WeightType.INT8, WeightType.INT4])
-def test_both_dialects_store_the_same_matrices(bundles: Bundles, weights: WeightType) -> None:
+def test_both_dialects_store_the_same_matrices(
+    bundles: Bundles, family: str, weights: WeightType
+) -> None:
     """Their answers lie nearer to each other than to f32: they differ in rounded activations."""
-    plain, _ = answer(bundles.bundle(bundles.checkpoint(**BLOCKS)))
-    portable, fused = (answer(bundles.quant_bundle(d, weights))[0] for d in Dialect)
+    checkpoint, make = bundles.checkpoint(**BLOCKS), bundles.quant_bundle
+    if family == "qwen4_exp":
+        checkpoint, make = bundles.qwen_checkpoint(**QWEN_BLOCKS), bundles.quant_qwen_bundle
+    plain, _ = answer(bundles.bundle(checkpoint))
+    portable, fused = (answer(make(d, weights))[0] for d in Dialect)
     assert np.median(np.abs(portable - fused)) < np.median(np.abs(portable - plain))
     assert np.median(np.abs(portable - fused)) < 0.03
 

@@ -12,14 +12,15 @@ import numpy as np
 import onnx
 import pytest
 from support import graphs
-from support.bundles import Bundles
-from support.emitted import Array, World, open_session, run
+from support.bundles import Bundles, with_capacity
+from support.emitted import Array, HybridWorld, World, open_session, run
+from support.qwen4_exp import CONFIGS as QWEN_CONFIGS
 from support.tiny import CONFIGS
 
 from cachegraph.graphgen.freeze import freeze
 from cachegraph.graphgen.static import StaticSize, freeze_bundle
 from cachegraph.models.buckets import Bucket
-from cachegraph.models.export_options import Dialect, WeightType
+from cachegraph.models.export_options import Dialect, Select, WeightType
 from cachegraph.models.manifest import Manifest, read_manifest
 
 pytestmark = pytest.mark.r2
@@ -29,9 +30,14 @@ CALLS = ((0, 2), 21), ((2,), 1)
 
 
 def world_of(manifest: Manifest) -> World:
-    return World(
-        contract=manifest.contract, planners=manifest.planners, ladder=manifest.ladder
-    )
+    parts = {
+        "contract": manifest.contract,
+        "planners": manifest.planners,
+        "ladder": manifest.ladder,
+    }
+    if manifest.planners.recurrent is None:
+        return World(**parts)
+    return HybridWorld(**parts, capacity=manifest.capacity)
 
 
 def planned(
@@ -64,6 +70,22 @@ def test_overridden_template_equals_the_frozen_graph(
 
 
 @pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        *((name, {}) for name in QWEN_CONFIGS),
+        ("six", {"select": Select.MASK}),
+        ("six", {"dialect": Dialect.ORT}),
+        ("ngrams", {"dialect": Dialect.ORT, "capacity": with_capacity(rewind=0)}),
+    ],
+)
+def test_hybrid_graphs_freeze_too(
+    bundles: Bundles, name: str, choices: dict[str, object]
+) -> None:
+    """With snapshots and without, in either selection."""
+    compare(bundles.bundle(bundles.qwen_checkpoint(name), **choices))
+
+
+@pytest.mark.parametrize(
     ("dialect", "weights"),
     [(Dialect.ORT, WeightType.INT8), (Dialect.PORTABLE, WeightType.INT4)],
 )
@@ -71,6 +93,7 @@ def test_quantised_graphs_freeze_too(
     bundles: Bundles, dialect: Dialect, weights: WeightType
 ) -> None:
     compare(bundles.quant_bundle(dialect, weights))
+    compare(bundles.quant_qwen_bundle(dialect, weights))
 
 
 def compare(folder: Path) -> None:

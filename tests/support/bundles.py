@@ -49,6 +49,7 @@ QWEN_BLOCKS = {
     "shared_expert_size": 160,
     "hc_lowrank": 32,
     "ple_embed_dim": 224,
+    "norm_topk_prob": False,
 }
 
 

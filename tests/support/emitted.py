@@ -7,7 +7,7 @@ and file. Plans come from the runtime's planners, so that a component meets them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from onnxscript import GraphBuilder, OpBuilder
 from cachegraph.graphgen.weights.parameter import Read, Weight
 from cachegraph.graphgen.weights.writer import attach, plan_layout, write_weights
 from cachegraph.models.buckets import Bucket, BucketLadder
+from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind, Contract
 from cachegraph.models.planner_specs import PlannerSpecs, dims
 from cachegraph.runtime.cells import CellTable
+from cachegraph.runtime.hybrid import HybridMemory
 from cachegraph.runtime.memory import initial_caches
 from cachegraph.runtime.padding import Filler
 from cachegraph.runtime.planners.step import StepPlan, StepSizes, pick_bucket, plan_step
@@ -119,22 +121,8 @@ class World:
 
         All of them want logits, or the last of each sequence.
         """
-        streams = sorted(tokens)
-        step = len(tokens[streams[0]])
-        is_last = np.arange(step * len(streams)) % step == step - 1
-        starts = [max(self.first, self._cells.next_position(seq)) for seq in streams]
-        return plan_step(
-            self._sizes,
-            self._cells,
-            UBatch(
-                tokens=np.concatenate([tokens[seq] for seq in streams]),
-                positions=np.concatenate([start + np.arange(step) for start in starts]),
-                streams=tuple(streams),
-                step=step,
-                source=np.arange(step * len(streams)),
-                wants_logits=is_last | all_logits,
-            ),
-        )
+        starts = {seq: max(self.first, self._cells.next_position(seq)) for seq in tokens}
+        return plan_step(self._sizes, self._cells, _ubatch(tokens, starts, all_logits))
 
     def bucket(self, plan: StepPlan) -> Bucket:
         """The bucket that the engine would pick."""
@@ -152,3 +140,46 @@ class World:
         """The step succeeded; caches by input name."""
         self._cells.commit(plan.reservation)
         self.caches |= caches
+
+
+@dataclass(kw_only=True)
+class HybridWorld(World):
+    """The same for a model with recurrent states; its text has equal positions on all axes."""
+
+    capacity: Capacity
+
+    def __post_init__(self) -> None:
+        self.caches = initial_caches(self.contract)
+        self._memory = HybridMemory(self.contract, self.planners, self.capacity)
+        self._filler = Filler(self.contract, self.planners)
+
+    def plan(
+        self, tokens: Mapping[int, Sequence[int]], *, all_logits: bool = True
+    ) -> StepPlan:
+        """As of `World.plan`."""
+        starts = {seq: self._memory.length(seq) for seq in tokens}
+        ubatch = _ubatch(tokens, starts, all_logits)
+        places = np.repeat(ubatch.positions[:, None], 3, axis=1)
+        return self._memory.plan(replace(ubatch, places=places))
+
+    def commit(self, plan: StepPlan, caches: Mapping[str, Array]) -> None:
+        """As of `World.commit`."""
+        self._memory.commit(plan)
+        self.caches |= caches
+
+
+def _ubatch(
+    tokens: Mapping[int, Sequence[int]], starts: Mapping[int, int], all_logits: bool
+) -> UBatch:
+    """As many tokens of each sequence, from its start on."""
+    streams = sorted(tokens)
+    step = len(tokens[streams[0]])
+    is_last = np.arange(step * len(streams)) % step == step - 1
+    return UBatch(
+        tokens=np.concatenate([tokens[seq] for seq in streams]),
+        positions=np.concatenate([starts[seq] + np.arange(step) for seq in streams]),
+        streams=tuple(streams),
+        step=step,
+        source=np.arange(step * len(streams)),
+        wants_logits=is_last | all_logits,
+    )

@@ -58,6 +58,29 @@ def test_the_draft_is_one_line(bundles: Bundles, run: Run) -> None:
     assert ["draft", "none"] in [text.split() for text in out.splitlines()]
 
 
+def test_tables_of_the_host_are_a_file_of_their_own(
+    bundles: Bundles, tmp_path: Path, run: Run
+) -> None:
+    """Exported with --ngram host, shown, and hashed with the weights."""
+    out = tmp_path / "bundle"
+    sizes = ("--context", "64", "--max-step", "8", "--static", "1x1x16")
+    code, _, _ = run("export", bundles.qwen_checkpoint(), out, "--ngram", "host", *sizes)
+    assert code == 0
+    tables = read_manifest(out).ngram_tables
+    assert tables is not None
+    code, shown, _ = run("inspect", out, "--verify")
+    assert code == 0
+    (line,) = [text for text in shown.splitlines() if text.split()[:1] == [tables.file]]
+    assert f"n-gram tables of the host, {byte_words(tables.num_bytes)}" in line
+    assert tables.sha256 in line
+    data = bytearray((out / tables.file).read_bytes())
+    data[-1] ^= 1
+    (out / tables.file).write_bytes(data)
+    code, _, err = run("inspect", out, "--verify")
+    assert code == 1
+    assert tables.file in err
+
+
 def test_memory_is_what_an_engine_allocates(bundle: Path, run: Run) -> None:
     code, out, _ = run("inspect", bundle, "--json")
     assert code == 0
@@ -125,7 +148,7 @@ def test_verify_tells_the_weights_that_were_exported(
     shutil.copytree(bundle, copy)
     code, out, err = run("inspect", copy, "--verify")
     assert code == 0
-    assert err == "the weights file is the one that was exported\n"
+    assert err == "the weights are those that were exported\n"
     assert (
         json.loads(run("inspect", copy, "--verify", "--json")[1])["weights_verified"] is True
     )

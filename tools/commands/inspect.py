@@ -21,7 +21,8 @@ def command(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Hash the weights file; exits 1 where it is not the one exported."
+            "--verify",
+            help="Hash the weights files; exits 1 where one is not the one exported.",
         ),
     ] = False,
     as_json: JsonFlag = False,
@@ -44,7 +45,7 @@ def command(
     for line in manifest_lines(manifest):
         typer.echo(line)
     if verify:
-        note("the weights file is the one that was exported")
+        note("the weights are those that were exported")
 
 
 def _verify(bundle: Path) -> None:
