@@ -150,6 +150,15 @@ class RowLayout:
     spare_rows: int = 0
     sharing: RowSharing = RowSharing.PER_STREAM
 
+    def __post_init__(self) -> None:
+        """ContractError for sizes that no bundle has."""
+        if self.rows_per_stream < 1:
+            raise ContractError(f"a stream has {self.rows_per_stream} rows, wanted 1 or more")
+        if self.streams < 1:
+            raise ContractError(f"rows of {self.streams} streams, wanted 1 or more")
+        if self.spare_rows < 0:
+            raise ContractError(f"{self.spare_rows} spare rows, wanted 0 or more")
+
     @property
     def live_rows(self) -> int:
         """Rows that belong to streams."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cachegraph.models.buckets import Bucket, BucketLadder
 from cachegraph.models.cache_types import CacheTypes, check_raw_types, check_stored
@@ -160,7 +160,7 @@ class Manifest(_Part):
     tokenizer: tuple[str, ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    vocab_size: int
+    vocab_size: int = Field(ge=1)
     draft: DraftEntry | None = None
     stages: tuple[StageEntry, ...] = ()
     ngram_tables: NgramFile | None = None
@@ -259,14 +259,17 @@ def parse_manifest(raw: object, where: str) -> Manifest:
             f"{where}: field {field!r}: {fault} ({error.error_count()} faults in all); "
             "export the bundle again"
         ) from None
-    check_stored(manifest.contract.caches, manifest.cache_types, where)
+    graphs: list[Manifest | DraftEntry] = [manifest]
+    if manifest.draft is not None:
+        graphs.append(manifest.draft)
+    for graph in graphs:
+        _check_layouts(graph.caches, graph.layouts, where)
+        check_stored(graph.contract.caches, manifest.cache_types, where)
     _check_tables(manifest, where)
     if manifest.stages:
         layers = [range(stage.first, stage.end) for stage in manifest.stages]
         parts = [manifest.stage_contract(stage) for stage in manifest.stages]
         check_stages(manifest.contract, layers, parts, where)
-    if manifest.draft is not None:
-        check_stored(manifest.draft.contract.caches, manifest.cache_types, where)
     return manifest
 
 
@@ -293,6 +296,17 @@ def _check_tables(manifest: Manifest, where: str) -> None:
             fault = f"n-gram tables of {tables.rows} rows, the hash names {needed}"
     if fault:
         raise ContractError(f"{where}: {fault}; export the bundle again")
+
+
+def _check_layouts(
+    caches: tuple[CacheEntry, ...], layouts: Mapping[CacheKind, RowLayout], where: str
+) -> None:
+    for cache in caches:
+        if cache.kind not in layouts:
+            raise ContractError(
+                f"{where}: {cache.name} has no layout of {cache.kind.value} rows; export the "
+                "bundle again"
+            )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CARRIED, LOGITS, STREAMS, CacheKind
-from cachegraph.models.errors import (
-    BatchError,
-    CapacityError,
-    ConfigError,
-    StepError,
-    UsageError,
-)
+from cachegraph.models.errors import StepError, UsageError
 from cachegraph.models.manifest import DraftEntry, Manifest
 from cachegraph.runtime.batch import Batch, IntArray
 from cachegraph.runtime.binding import Binder, BoundCall, Buffer, allocate_caches
 from cachegraph.runtime.carried import Carried, Rows
 from cachegraph.runtime.cells import CellTable
+from cachegraph.runtime.draft_asked import draft_count, token_id
 from cachegraph.runtime.memory import initial_caches
 from cachegraph.runtime.opening import OpenGraph
 from cachegraph.runtime.part import GraphPart
@@ -127,8 +122,12 @@ class Drafter:
         self, pending: Mapping[int, int], counts: Mapping[int, int], choose: Choose
     ) -> dict[int, list[int]]:
         """As of `Engine.draft`."""
-        pending = {seq: self._id(seq, token) for seq, token in pending.items()}
-        counts = {seq: self._check(seq, counts.get(seq)) for seq in pending}
+        vocab, capacity = int(self._contract[LOGITS].shape[-1]), self._capacity
+        pending = {seq: token_id(seq, token, vocab) for seq, token in pending.items()}
+        counts = {
+            seq: draft_count(seq, counts.get(seq), self._table.length(seq), capacity)
+            for seq in pending
+        }
         drafts: dict[int, list[int]] = {seq: [] for seq in pending}
         pairs = {seq: pair for seq in pending if (pair := self._newest(seq, pending[seq]))}
         ends = {seq: pair.end for seq, pair in pairs.items()}
@@ -137,7 +136,7 @@ class Drafter:
                 logits, streams = self._run_or_drop(pairs)
                 following = {}
                 for seq, pair in pairs.items():
-                    drafts[seq].append(self._id(seq, choose(seq, logits[seq])))
+                    drafts[seq].append(token_id(seq, choose(seq, logits[seq]), vocab))
                     if len(drafts[seq]) < counts[seq]:
                         following[seq] = _Pairs(pair.end, drafts[seq][-1:], streams[seq])
                 pairs = following
@@ -213,41 +212,6 @@ class Drafter:
         """Raw rows of positions first .. end - 1."""
         return self.cells.layout.base(seq) + np.arange(first, end) % self.cells.ring
 
-    def _check(self, seq: int, count: object) -> int:
-        """A number of drafts that may be made behind a sequence and its next token."""
-        rewind, length = self._capacity.rewind, self._table.length(seq)
-        if not _is_integer(count):
-            got = "none" if count is None else type(count).__name__
-            raise ConfigError(
-                f"sequence {seq}: the number of drafts must be an integer from 1 to {rewind}, "
-                f"got {got}"
-            )
-        if not 1 <= count <= rewind:
-            raise ConfigError(
-                f"sequence {seq}: {count} drafts asked for; 1 to {rewind} can be taken "
-                "back; draft fewer, or export with a larger --rewind"
-            )
-        if length + 1 + count > self._capacity.context:
-            raise CapacityError(
-                f"sequence {seq} holds {length} tokens; {count} drafts behind the next "
-                f"one do not fit the context of {self._capacity.context}; draft fewer"
-            )
-        return int(count)
-
-    def _id(self, seq: int, token: object) -> int:
-        """A token id that a caller gave for a sequence; BatchError where it is none."""
-        last = int(self._contract[LOGITS].shape[-1]) - 1
-        if not _is_integer(token):
-            raise BatchError(
-                f"sequence {seq}: ids must be integers from 0 to {last}, got "
-                f"{type(token).__name__}"
-            )
-        if not 0 <= token <= last:
-            raise BatchError(
-                f"sequence {seq}: id {token} is not in the vocabulary, which has ids 0 to {last}"
-            )
-        return int(token)
-
     def _take(self, seq: int, start: int, tokens: list[int], rows: Rows) -> dict[int, _Pairs]:
         """Learn the streams of a step; its pairs, with those before, where they cannot wait."""
         carried = self._synced(seq, start)
@@ -256,9 +220,8 @@ class Drafter:
         late = {}
         first = self._first_pair(seq)
         if start + len(tokens) - first >= self.entry.hidden.rows:
-            before = carried.before(
-                first, start + 1
-            )  # empty where the first token has no pair
+            # Empty where the step's first token is the sequence's, which has no pair.
+            before = carried.before(first, start + 1)
             waiting = [*carried.tokens, *tokens][first:]
             late[seq] = _Pairs(first, waiting, np.concatenate((before, rows[:-1])))
         carried.ahead = None
@@ -361,7 +324,3 @@ class Drafter:
             end = int(ubatch.positions[(place + 1) * ubatch.step - 1]) + 1
             self._carried[seq].paired = end
         return call
-
-
-def _is_integer(value: object) -> TypeGuard[int | np.integer]:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -162,6 +162,18 @@ SIZES: dict[str, tuple[Callable[[Path], None], str]] = {
         "the rungs of streams are (4, 2, 1), wanted one or more",
     ),
     "step 0": (put([0, 4], LADDER, "steps"), "the rungs of steps are (0, 4), wanted one or"),
+    "raw rows -1": (
+        put(-1, "layouts", "raw", "rows_per_stream"),
+        "field 'layouts.raw': a stream has -1 rows, wanted 1 or more",
+    ),
+    "ring of 0": (put(0, "layouts", "hca_state", "rows_per_stream"), "a stream has 0 rows"),
+    "no streams of rows": (put(0, "layouts", "csa", "streams"), "rows of 0 streams, wanted 1"),
+    "spare rows -1": (
+        put(-1, "layouts", "lid", "spare_rows"),
+        "-1 spare rows, wanted 0 or more",
+    ),
+    "no layouts": (put({}, "layouts"), "manifest.json: cache.0.raw has no layout of raw rows"),
+    "vocabulary 0": (put(0, "vocab_size"), "field 'vocab_size': Input should be greater than"),
 }
 
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -148,6 +148,27 @@ def test_rows_that_do_not_move_start_drafts_anew(
     check(engine, judge, text[20])
 
 
+def test_a_copy_keeps_nothing_of_what_its_target_held(
+    engine: Engine, bundles: Bundles, judge: Judge, text: list[int], tmp_path: Path
+) -> None:
+    """Rows of later positions that the target held would be saved as the copy's."""
+    with load(bundle_of(bundles), draft=False) as plain:
+        plain.append(text[:20])
+        plain.save(tmp_path / "plain")
+    engine.restore(tmp_path / "plain", {0: 2})
+    engine.append(text[20:30], 2)
+    drafted(engine, {2: text[30]})  # rows of positions 21 to 30
+    engine.append(text[:10])
+    drafted(engine, {0: text[10]})
+    engine.copy(0, 2)
+    saved, _ = drafter_of(engine).stored(2)
+    assert (saved.raw_first, saved.paired) == (1, 10)
+    engine.save(tmp_path / "state", [2])
+    engine.restore(tmp_path / "state", {2: 1})
+    check(engine, judge, text[10], 1)
+    check(engine, judge, text[10], 2)
+
+
 @pytest.mark.parametrize("max_step", [1, 2, 5])
 def test_steps_shorter_than_the_rewind_budget_keep_rows_for_it(
     bundles: Bundles, judge: Judge, text: list[int], max_step: int
