@@ -13,6 +13,7 @@ from math import ceil
 from cachegraph.models.buckets import Bucket
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import ContractError
+from cachegraph.models.key_rotation import KeyRotation
 from cachegraph.models.ngram_spec import NgramSpec
 from cachegraph.models.pooled_spec import PooledSpec, pooled_dims, pooled_formulas
 from cachegraph.models.recurrent_spec import RecurrentSpec
@@ -116,7 +117,8 @@ class CompressorSpec:
 class PlannerSpecs:
     """The planners of a bundle; those that it does not name are not needed.
 
-    context_unit: tokens per row of the context rung N. ngrams: one for each module.
+    context_unit: tokens per row of the context rung N. ngrams: one for each module. keys: how
+    attention keys are rotated, where a host may turn them.
     """
 
     raw: RawSpec | None = None
@@ -124,6 +126,7 @@ class PlannerSpecs:
     pooled: PooledSpec | None = None
     recurrent: RecurrentSpec | None = None
     ngrams: tuple[NgramSpec, ...] = ()
+    keys: KeyRotation | None = None
     context_unit: int
 
     def __post_init__(self) -> None:

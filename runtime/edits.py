@@ -170,18 +170,21 @@ class SequenceEdits:
             self._is_verified = True
 
     def shift(self, seq_id: int, first: int, end: int, delta: int) -> None:
-        """Refused: stored rows depend on the absolute position."""
-        raise self._fixed_positions("shift")
+        """Move tokens at positions `first` to `end` - 1 by `delta`; a negative `end` is the end.
+
+        Their keys are turned; recurrent states stay. UsageError, with nothing changed, for a family
+        whose rows depend on positions, a sequence that holds an image or shares rows, keys that are
+        not f32, and where the order would change.
+        """
+        with self._in_use():
+            self._store.move(seq_id, first, end, lambda positions: positions + delta)
 
     def divide(self, seq_id: int, first: int, end: int, divisor: int) -> None:
-        """Refused: stored rows depend on the absolute position."""
-        raise self._fixed_positions("divide")
-
-    def _fixed_positions(self, edit: str) -> UsageError:
-        return UsageError(
-            f"{edit} is not possible for {self.manifest.family}: stored rows depend on the "
-            "absolute position; decode the text again at its new positions"
-        )
+        """Divide the positions `first` to `end` - 1, rounding down; otherwise as `shift`."""
+        if divisor < 1:
+            raise UsageError(f"positions cannot be divided by {divisor}; give 1 or more")
+        with self._in_use():
+            self._store.move(seq_id, first, end, lambda positions: positions // divisor)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -281,7 +281,7 @@ class Engine(SequenceEdits):
         wanted = positions == len(ids) - 1
         batch = Batch.of(rest, positions, [seq_id] * len(rest), logits=wanted)
         self._check(batch, {seq_id: reused}, {seq_id: reused})
-        self.remove(seq_id, reused)
+        self.rewind(seq_id, reused)
         return Prefill(self.decode(batch, progress)[0], reused, len(rest))
 
     def generate(

@@ -13,7 +13,7 @@ import numpy as np
 
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import MAY_SHARE, CacheKind, Contract, RowLayout
-from cachegraph.models.errors import StateFileError
+from cachegraph.models.errors import StateFileError, UsageError
 from cachegraph.models.planner_specs import PlannerSpecs
 from cachegraph.models.recurrent_spec import START, RecurrentSpec
 from cachegraph.runtime.batch import IntArray
@@ -30,7 +30,14 @@ from cachegraph.runtime.planners.recurrent import (
 )
 from cachegraph.runtime.planners.step import StepPlan
 from cachegraph.runtime.saved import SavedSequence
-from cachegraph.runtime.sequence_memory import RowMove, SequenceMemory, StoredRows, ranges
+from cachegraph.runtime.sequence_memory import (
+    Moved,
+    PositionChange,
+    RowMove,
+    SequenceMemory,
+    StoredRows,
+    ranges,
+)
 from cachegraph.runtime.split import UBatch
 from cachegraph.runtime.stale import StaleMarks
 
@@ -155,6 +162,48 @@ class HybridMemory(SequenceMemory):
         self.cells.cut(seq_id, length)
         del self._tokens[seq_id][length:]
         self._edited(seq_id, "cut")
+
+    def moved(self, seq_id: int, first: int, end: int, change: PositionChange) -> Moved:
+        """As of `SequenceMemory`; recurrent states know no positions and stay."""
+        places = self.cells.places(seq_id)
+        before = places[:, 0]
+        if (places != before[:, None]).any():
+            raise UsageError(
+                f"sequence {seq_id} holds an image, whose tokens have three positions each; they "
+                "cannot be moved; decode the text again at its new positions"
+            )
+        if self.cells.is_shared(seq_id):
+            raise UsageError(
+                f"sequence {seq_id} shares rows with another one, which would move too; clear the "
+                "copy, or use a bundle exported with --raw per_stream"
+            )
+        low, high = before.searchsorted([max(0, first), end if end >= 0 else 2**62]).tolist()
+        after = before.copy()
+        after[low:high] = change(before[low:high])
+        if after.size and (after.min() < 0 or (np.diff(after) < 0).any()):
+            raise UsageError(
+                f"sequence {seq_id}: positions {first} to {end} would come to lie below 0 or out "
+                "of order; the first position of a token never falls"
+            )
+        ranks, steps = slice(low, high), (after - before)[low:high]
+        return Moved(
+            seq_id=seq_id,
+            ranks=ranks,
+            positions=after[ranks],
+            rows=self.cells.rows(seq_id)[ranks].copy(),
+            steps=steps,
+            stale=max(0, first) + min(0, int(steps.min(initial=0))),
+        )
+
+    def move(self, moved: Moved) -> None:
+        """Take other positions; pools from the lowest of them on are made anew."""
+        if not moved.rows.size:
+            return
+        firsts = {moved.seq_id: self.cells.first_position(moved.seq_id)}
+        self._stale.removed(moved.seq_id, moved.stale, firsts)
+        places = np.repeat(moved.positions[:, None], 3, axis=1)
+        self.cells.move(moved.seq_id, moved.ranks, places)
+        self._edited(moved.seq_id, "moved")
 
     def own_rows(self, seq_id: int) -> dict[CacheKind, IntArray]:
         """Attention and indexer rows that no other sequence uses, ascending."""

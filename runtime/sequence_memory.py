@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from cachegraph.models.contract import CacheKind
-from cachegraph.models.errors import RewindError
+from cachegraph.models.errors import RewindError, UsageError
 from cachegraph.runtime.batch import IntArray
 from cachegraph.runtime.planners.step import StepPlan
 from cachegraph.runtime.saved import SavedSequence
@@ -46,6 +46,24 @@ class StoredRows:
     raw_pinned: int = 0
     state_first: Mapping[CacheKind, int]
     depth: int = 0
+
+
+PositionChange = Callable[[IntArray], IntArray]
+
+
+class Moved(NamedTuple):
+    """Tokens of a sequence at other positions.
+
+    ranks: which tokens. positions: [n] of them afterwards. rows: [n] of their keys. steps: [n] by
+    which each moves. stale: the position from which pools are made anew.
+    """
+
+    seq_id: int
+    ranks: slice
+    positions: IntArray
+    rows: IntArray
+    steps: IntArray
+    stale: int
 
 
 class SequenceMemory(ABC):
@@ -128,6 +146,21 @@ class SequenceMemory(ABC):
     @abstractmethod
     def cut(self, seq_id: int, length: int) -> None:
         """Take back all tokens from number `length` on; `check_cut` was passed. Copies nothing."""
+
+    def moved(self, seq_id: int, first: int, end: int, change: PositionChange) -> Moved:
+        """What tokens at positions first .. end - 1 would become; changes nothing.
+
+        UsageError where the family's rows depend on their positions, or this sequence's tokens
+        cannot move.
+        """
+        raise UsageError(
+            "positions cannot be changed: block phase and stored rows depend on them; decode the "
+            "text again at its new positions"
+        )
+
+    def move(self, moved: Moved) -> None:
+        """Take what `moved` said, after the keys were turned."""
+        raise NotImplementedError
 
     @abstractmethod
     def own_rows(self, seq_id: int) -> Mapping[CacheKind, IntArray]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from cachegraph.models.contract import CacheKind
+from cachegraph.models.contract import CacheKind, DType
 from cachegraph.models.errors import RewindError, StateFileError, UsageError
 from cachegraph.models.manifest import Manifest
 from cachegraph.runtime.batch import IntArray
@@ -40,7 +40,7 @@ from cachegraph.runtime.saved_rows import (
     collect,
     collected_sizes,
 )
-from cachegraph.runtime.sequence_memory import SequenceMemory
+from cachegraph.runtime.sequence_memory import PositionChange, SequenceMemory
 from cachegraph.runtime.sequences import SequenceTable
 
 _STATE = "this state"  # what messages call a state that is no file
@@ -127,6 +127,29 @@ class SequenceStore:
             )
         self.table.check_cut(seq_id, length)
         self.table.cut(seq_id, length)
+
+    def move(self, seq_id: int, first: int, end: int, change: PositionChange) -> None:
+        """As of `Engine.shift` and `Engine.divide`."""
+        self.check_id(seq_id)
+        moved = self.table.moved(seq_id, first, end, change)
+        rotation = self._manifest.planners.keys
+        caches = [c for c in self._contract.caches if c.kind is CacheKind.KEYS]
+        if any(spec.dtype is not DType.FLOAT32 for spec in caches):
+            raise UsageError(
+                "keys of this bundle are not held as f32, so that turning them would round them "
+                "again; export with --cache f32"
+            )
+        with interrupts_held():
+            try:
+                for spec in caches:
+                    assert rotation is not None  # a family with keys says how they are rotated
+                    rows = self.binder.read_rows(self.caches[spec.name], moved.rows)
+                    turned = rotation.turned(rows, moved.steps)
+                    self.binder.write_rows(self.caches[spec.name], moved.rows, turned)
+            except BaseException:
+                self.table.clear(seq_id)
+                raise
+            self.table.move(moved)
 
     def copy(self, source: int, target: int) -> int:
         """As of `Engine.copy`."""

@@ -23,6 +23,7 @@ from cachegraph.models.contract import (
     cache_rows,
 )
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.key_rotation import KeyRotation
 from cachegraph.models.ngram_spec import ngram_rows
 from cachegraph.models.planner_specs import PlannerSpecs, dims
 from cachegraph.models.pooled_fields import pooled_rows
@@ -68,8 +69,16 @@ def planner_specs(config: Qwen4ExpConfig, capacity: Capacity) -> PlannerSpecs:
         cells=capacity.context,
         sequences=capacity.sequences,
     )
+    attends = LayerKind.QSA in config.layer_kinds
+    keys = KeyRotation(
+        heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rotary_dim=config.rotary_dim,
+        theta=config.rope_theta,
+    )
     return PlannerSpecs(
-        pooled=pooled if LayerKind.QSA in config.layer_kinds else None,
+        pooled=pooled if attends else None,
+        keys=keys if attends else None,
         recurrent=RecurrentSpec(snapshots=capacity.rewind)
         if LayerKind.GDN in config.layer_kinds
         else None,

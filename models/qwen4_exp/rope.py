@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from cachegraph.models.key_rotation import half_frequencies
 from cachegraph.models.qwen4_exp.config import Qwen4ExpConfig
 
 
@@ -21,19 +22,11 @@ def position_of_frequency(config: Qwen4ExpConfig) -> NDArray[np.int64]:
     return chosen
 
 
-def inverse_frequencies(config: Qwen4ExpConfig) -> NDArray[np.float32]:
-    """theta ** (-2i / rotary_dim), rounded as the published code does: [rotary_dim / 2] float32."""
-    exponents = np.arange(0, config.rotary_dim, 2).astype(np.float32) / np.float32(
-        config.rotary_dim
-    )
-    periods = np.power(config.rope_theta, exponents.astype(np.float64)).astype(np.float32)
-    plain: NDArray[np.float32] = np.float32(1) / periods
-    return plain
-
-
 def frequency_matrix(config: Qwen4ExpConfig) -> NDArray[np.float32]:
     """[3, rotary_dim] that turns positions into angles; channel i pairs with i + rotary_dim / 2."""
     half = config.rotary_dim // 2
     matrix = np.zeros((3, half), np.float32)
-    matrix[position_of_frequency(config), np.arange(half)] = inverse_frequencies(config)
+    matrix[position_of_frequency(config), np.arange(half)] = half_frequencies(
+        config.rope_theta, config.rotary_dim
+    )
     return np.concatenate((matrix, matrix), axis=1)

@@ -335,9 +335,16 @@ class Play:
         self._restored(seq, held)
 
     def _shift(self, operation: Operation) -> None:
-        seq, first, end, delta, *_ = operation.numbers
-        edit = self.engine.divide if delta % 5 == 0 else self.engine.shift
-        self._refused(UsageError, edit, seq % SEQUENCES, first, end, delta)
+        """An image stays where it is; a text moves to where it came from again."""
+        which, first, end, delta, *_ = operation.numbers
+        seq = which % SEQUENCES
+        text = self.held[seq].text
+        if any(len({t, y, x}) > 1 for _, t, y, x in text):
+            self._refused(UsageError, self.engine.shift, seq, first, end, delta)
+            return
+        if text and not self.engine._store.table.cells.is_shared(seq):
+            self.engine.shift(seq, 0, -1, delta)
+            self.engine.shift(seq, 0, -1, -delta)
 
 
 @dataclass
