@@ -26,8 +26,8 @@ from cachegraph.graphgen.layers.gated_delta import (
 )
 from cachegraph.graphgen.layers.state_step import StateStep, state_step
 from cachegraph.graphgen.weights.parameter import Read, Weight
-from cachegraph.models.contract import DType
-from cachegraph.models.recurrent_spec import RECURRENT_INPUTS, RecurrentFields, RecurrentSpec
+from cachegraph.models.contract import CacheKind, DType
+from cachegraph.models.recurrent_spec import RecurrentFields, RecurrentSpec, recurrent_rows
 from cachegraph.runtime.planners.recurrent import Standing, plan_recurrent
 
 Array = NDArray[Any]
@@ -37,6 +37,7 @@ Values = Mapping[str, ir.Value]
 # Of the tokens' values and the old states: the output and the kept states.
 Layer = Callable[[OpBuilder, Values, ir.Value, StateStep], tuple[ir.Value, ir.Value]]
 FLOAT = ir.DataType.FLOAT
+PLAN_ROWS = recurrent_rows(CacheKind.RECURRENT_STATE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +98,7 @@ def _piece(
     plan = RecurrentFields(
         *(
             declare(name, row.shape, ir.DataType.INT64)
-            for name, row in zip(RecurrentFields._fields, RECURRENT_INPUTS, strict=True)
+            for name, row in zip(RecurrentFields._fields, PLAN_ROWS, strict=True)
         )
     )
     x = {name: declare(name, ("S", "P", *shape), FLOAT) for name, shape in tokens.items()}
