@@ -22,6 +22,7 @@ from cachegraph.tools.bench.tables import context_table, speed_table
 from cachegraph.tools.bench.workers import Worker
 
 SHIPPED = "tiny:deepseek_v4"
+SHIPPED_HYBRID = "tiny:qwen4_exp"
 PEERS = {"transformers eager": "eager", "transformers grouped experts": None}
 BASELINE = "transformers eager"
 SHORT_CONTEXT, LONG_CONTEXT = 1024, 16384
@@ -48,6 +49,7 @@ class Bench:
             "context": self._context,
             "caches": self._caches,
             "drafting": self._drafting,
+            "shipped-hybrid": self._shipped_hybrid,
             "hybrid": self._hybrid,
             "hybrid-context": self._hybrid_context,
         }
@@ -77,6 +79,13 @@ class Bench:
         title = "690M-parameter random model, `cachegraph bench --suite medium`"
         vocab = medium_config().vocab_size
         return title, self._beside_peers(stack, checkpoint, vocab, context=512)
+
+    def _shipped_hybrid(self, stack: ExitStack) -> tuple[str, list[str]]:
+        title = (
+            "Shipped Qwen4-Exp (2.6M parameters), `cachegraph bench --suite shipped-hybrid`"
+        )
+        checkpoint = resolve(SHIPPED_HYBRID)
+        return title, self._beside_peers(stack, checkpoint, 1024, context=HYBRID_CONTEXTS[0])
 
     def _hybrid(self, stack: ExitStack) -> tuple[str, list[str]]:
         checkpoint = hybrid_checkpoint(self.work / "hybrid")

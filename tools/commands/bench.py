@@ -23,6 +23,7 @@ class Suite(StrEnum):
     context = "context"
     caches = "caches"
     drafting = "drafting"
+    shipped_hybrid = "shipped-hybrid"
     hybrid = "hybrid"
     hybrid_context = "hybrid-context"
 
@@ -41,9 +42,9 @@ def command(
             help="shipped: the shipped model. medium: a random model of 690M parameters (makes "
             "a checkpoint of 1.4 GB and bundles of 4 GB). context: step time of that model at "
             "16k tokens against 1k. caches: memory and perplexity of each cache type. drafting: "
-            "the shipped model with and without drafts. hybrid, hybrid-context: as medium and "
-            "context, with a random Qwen4-Exp of 320M parameters at 2k tokens, and at 32k "
-            "against 2k. Default: shipped."
+            "the shipped model with and without drafts. shipped-hybrid, hybrid, hybrid-context: as "
+            "shipped, medium and context, with the shipped Qwen4-Exp and a random one of 320M "
+            "parameters, at 2k tokens, and at 32k against 2k. Default: shipped."
         ),
     ] = None,
     peers: Annotated[
