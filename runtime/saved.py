@@ -68,6 +68,7 @@ class Identity(_Part):
     caches: dict[str, tuple[int, str]]  # contract name -> width, dtype
     state_layout: Literal[1] = 1
     weights_sha256: str
+    tables_sha256: str | None = None  # of n-gram tables in a file of their own
 
 
 class SavedDraft(_Part):
@@ -114,9 +115,11 @@ class Description(_Part):
 def identity_of(manifest: Manifest) -> Identity:
     """The identity of a bundle."""
     assert manifest.weights is not None
+    tables = manifest.ngram_tables
     return Identity(
         family=manifest.family,
         weights_sha256=manifest.weights.sha256,
+        tables_sha256=None if tables is None else tables.sha256,
         config=manifest.config,
         pinned=manifest.capacity.pinned,
         caches={c.name: (c.width, c.dtype.value) for c in manifest.caches},

@@ -31,6 +31,7 @@ from cachegraph.models.ngram_spec import IDS, ROWS
 from cachegraph.runtime.batch import Batch
 from cachegraph.runtime.bundle import open_bundle, verify
 from cachegraph.runtime.ngram_tables import NgramTables
+from cachegraph.runtime.saved import identity_of
 
 pytestmark = pytest.mark.r2
 
@@ -211,3 +212,15 @@ def test_a_family_without_tables_refuses_the_option(bundles: Bundles) -> None:
     for place in (NgramPlace.HOST, NgramPlace.GRAPH):
         with pytest.raises(ConfigError, match="no n-gram tables; leave out --ngram"):
             bundles.bundle(bundles.checkpoint(), ngram=place)
+
+
+def test_a_state_belongs_to_its_tables(bundles: Bundles) -> None:
+    """Another table is another model, though the weights file is the same."""
+    manifest = read_manifest(
+        bundles.bundle(bundles.qwen_checkpoint("plain"), ngram=NgramPlace.HOST)
+    )
+    tables = manifest.ngram_tables
+    assert tables is not None
+    other = tables.model_copy(update={"sha256": "0" * 64})
+    changed = manifest.model_copy(update={"ngram_tables": other})
+    assert identity_of(changed) != identity_of(manifest)
