@@ -1,4 +1,4 @@
-"""The shipped checkpoint is found by name."""
+"""The shipped checkpoints are found by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 
 from cachegraph.models import shipped
-from cachegraph.models.deepseek_v4.parse import load_config
+from cachegraph.models.deepseek_v4.parse import load_config as load_deepseek_v4
 from cachegraph.models.errors import ConfigError
+from cachegraph.models.qwen4_exp.parse import load_config as load_qwen4_exp
 
 pytestmark = pytest.mark.r0
+
+
+LOADERS = {"tiny:deepseek_v4": load_deepseek_v4, "tiny:qwen4_exp": load_qwen4_exp}
 
 
 @pytest.mark.parametrize("name", shipped.known_names())
@@ -18,7 +22,7 @@ def test_every_name_is_a_whole_checkpoint(name):
     folder = shipped.resolve(name)
     wanted = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert wanted | {"README.md"} <= {path.name for path in folder.iterdir()}
-    assert load_config(folder).num_layers == 6
+    assert LOADERS[name](folder).num_layers == 6
 
 
 def test_a_path_passes_through(tmp_path: Path):
