@@ -154,8 +154,8 @@ class SequenceMemory(ABC):
         cannot move.
         """
         raise UsageError(
-            "positions cannot be changed: block phase and stored rows depend on them; decode the "
-            "text again at its new positions"
+            "positions cannot be changed: block phase and stored rows depend on the absolute "
+            "position; decode the text again at its new positions"
         )
 
     def move(self, moved: Moved) -> None:
