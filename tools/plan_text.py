@@ -36,7 +36,11 @@ def _call_lines(index: int, call: CallReport, manifest: Manifest) -> Iterator[st
         first = int(ubatch.positions[stream * ubatch.step])
         yield f"  sequence {seq}: positions {_span(first, first + ubatch.step - 1)}"
     closing = [f"{kind.value} {count}" for kind, count in call.num_blocks.items() if count]
-    yield f"  blocks that close: {', '.join(closing) or 'none'}"
+    pooled = call.plan.pooled
+    if pooled is None:
+        yield f"  blocks that close: {', '.join(closing) or 'none'}"
+    else:
+        yield f"  pools made anew: {pooled.new_pools.size} of {pooled.num_pools}"
     rows = [
         (
             row.name,
@@ -59,8 +63,8 @@ def _shape(dims: Sequence[int | str], call: CallReport) -> str:
 def _padding(call: CallReport, name: str) -> str:
     """What fills the buffer beyond the logical entries, in buffer order."""
     logical, padded = call.logical[name], call.padded[name]
-    if logical.ndim > padded.ndim:  # rows of T: logical [s, p], buffer [S*P]
-        padded = padded.reshape(call.dims["S"], call.dims["P"])
+    if logical.ndim > padded.ndim:  # rows of T: logical [s, p, ...], buffer [S*P, ...]
+        padded = padded.reshape(call.dims["S"], call.dims["P"], *padded.shape[1:])
     is_padding = np.full(padded.shape, True)
     is_padding[tuple(slice(size) for size in logical.shape)] = False
     return short(padded[is_padding])

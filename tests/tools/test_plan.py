@@ -200,3 +200,27 @@ def test_bad_input_is_one_line_and_2(
 )
 def test_lists_are_runs(values: list[int], text: Any) -> None:
     assert short(np.array(values, np.int64)) == text
+
+
+def test_hybrid_memory_is_planned_and_shown(
+    bundles: Bundles, run: Run, tmp_path: Path
+) -> None:
+    """Pools of 4 and two snapshots: what each step makes anew, rows of three positions."""
+    capacity = Capacity(context=50, sequences=3, max_step=16, rewind=2)
+    made = bundles.bundle(bundles.qwen_checkpoint("plain"), capacity=capacity)
+    shutil.copyfile(made / "manifest.json", tmp_path / "manifest.json")
+    code, out, _ = run("plan", str(tmp_path), "--tokens", "9,3", "--sequences", "2")
+    assert code == 0
+    assert "pools made anew: 4 of 4" in out
+    assert "pools made anew: 2 of 6" in out
+    assert "plan.pool.tail_idxs" in out
+    manifest = read_manifest(made)
+    planned = list(plan_steps(manifest, (9, 3), 2))
+    with open_engine(made) as engine, watched(engine) as calls:
+        for size, step in zip((9, 3), planned, strict=True):
+            calls.clear()
+            starts = {seq: engine.length(seq) for seq in range(2)}
+            tokens = np.arange(2 * size) % manifest.vocab_size
+            engine.decode(Batch.of(tokens, None, [0] * size + [1] * size, starts=starts))
+            for name, buffer in calls[-1].arrays.items():
+                assert np.array_equal(buffer, step.calls[-1].padded[name]), name
