@@ -7,23 +7,25 @@ before it, which is checked first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cachegraph.models.errors import BatchError
-from cachegraph.runtime.batch import Batch
+from cachegraph.runtime.batch import Batch, IntArray
 
 
-def decoupled(batch: Batch, tokens_of: Callable[[int], Sequence[int]]) -> Batch:
+def decoupled(batch: Batch, text_of: Callable[[int], Sequence[Hashable]]) -> Batch:
     """The batch with every coupled token written out once for each of its sequences.
 
-    tokens_of: the ids that a sequence holds. BatchError names a coupled token whose sequences hold
-    different histories. A batch without coupled tokens is returned as it is.
+    text_of: the ids that a sequence holds, with their positions where tokens have three. BatchError
+    names a coupled token whose sequences hold different histories. A batch without coupled tokens
+    is returned as it is.
     """
     if all(len(owners) == 1 for owners in batch.seq_ids):
         return batch
-    _check_histories(batch, tokens_of)
+    _check_histories(batch, text_of)
     rows = np.repeat(np.arange(len(batch)), [len(owners) for owners in batch.seq_ids])
     is_first = np.ones(rows.size, np.bool_)
     is_first[1:] = rows[1:] != rows[:-1]
@@ -36,15 +38,16 @@ def decoupled(batch: Batch, tokens_of: Callable[[int], Sequence[int]]) -> Batch:
     )
 
 
-def _check_histories(batch: Batch, tokens_of: Callable[[int], Sequence[int]]) -> None:
+def _check_histories(batch: Batch, text_of: Callable[[int], Sequence[Hashable]]) -> None:
     """Compare running digests of each sequence's text, so that long prompts stay linear."""
     digests: dict[int, int] = {}
-    for row, (token, owners) in enumerate(
-        zip(batch.tokens.tolist(), batch.seq_ids, strict=True)
-    ):
+    tokens: list[Hashable] = batch.tokens.tolist()
+    if batch.places is not None:
+        tokens = placed_text(batch.tokens, batch.places)
+    for row, (token, owners) in enumerate(zip(tokens, batch.seq_ids, strict=True)):
         for seq in owners:
             if seq not in digests:
-                digests[seq] = _chain(0, tokens_of(seq))
+                digests[seq] = _chain(0, text_of(seq))
         if len({digests[seq] for seq in owners}) > 1:
             raise BatchError(
                 f"token {row}: coupled token of sequences {owners}, which hold different "
@@ -54,7 +57,12 @@ def _check_histories(batch: Batch, tokens_of: Callable[[int], Sequence[int]]) ->
             digests[seq] = _chain(digests[seq], (token,))
 
 
-def _chain(digest: int, tokens: Sequence[int]) -> int:
+def placed_text(tokens: ArrayLike, places: IntArray) -> list[Hashable]:
+    """Tokens [n] with their positions [n, 3], to compare texts by."""
+    return [tuple(row) for row in np.column_stack((tokens, places)).tolist()]
+
+
+def _chain(digest: int, tokens: Sequence[Hashable]) -> int:
     for token in tokens:
         digest = hash((digest, token))
     return digest

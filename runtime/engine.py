@@ -338,9 +338,9 @@ class Engine(SequenceEdits):
         with self._in_use():
             table = self._store.table
             self._check(batch, table.next_positions(), {s: table.length(s) for s in table.ids})
-            batch = decoupled(batch, table.tokens)
             if table.has_places:
                 batch = batch.placed()
+            batch = decoupled(batch, table.text)
             ubatches = split_batch(batch, self.manifest.ladder)
             table.check_room(ubatches)
             return self._steps.run(batch, ubatches, result, progress)

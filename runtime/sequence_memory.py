@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from cachegraph.models.contract import CacheKind
 from cachegraph.models.errors import RewindError, UsageError
 from cachegraph.runtime.batch import IntArray
+from cachegraph.runtime.coupled import placed_text
 from cachegraph.runtime.planners.step import StepPlan
 from cachegraph.runtime.saved import SavedSequence
 from cachegraph.runtime.split import UBatch
@@ -105,6 +106,12 @@ class SequenceMemory(ABC):
     def places(self, seq_id: int) -> IntArray | None:
         """Positions t, y and x of each token, [n, 3]; None where a token has one position."""
         return None
+
+    def text(self, seq_id: int) -> Sequence[Hashable]:
+        """The token ids held, with their positions where a token has three."""
+        places = self.places(seq_id)
+        tokens = self.tokens(seq_id)
+        return tokens if places is None else placed_text(tokens, places)
 
     @property
     def has_places(self) -> bool:

@@ -17,7 +17,7 @@ from support.bundles import Bundles, open_engine
 
 from cachegraph.models.capacity import Capacity
 from cachegraph.models.contract import CacheKind, RowSharing
-from cachegraph.models.errors import StateFileError
+from cachegraph.models.errors import BatchError, StateFileError
 from cachegraph.runtime import Batch, Engine
 from cachegraph.runtime.hybrid import HybridMemory
 from cachegraph.runtime.planners.ngram import plan_ngram
@@ -182,6 +182,21 @@ def test_a_context_with_few_pools_is_dense(engine: Engine, length: int) -> None:
     """Fewer pools than a query keeps: one token at a time sees what one step sees."""
     parts = [feed(engine, 0, TEXT, place, place + 1) for place in range(length)]
     same(np.concatenate(parts), feed(engine, COLD, TEXT, 0, length))
+
+
+def test_a_coupled_token_needs_one_text_at_one_place(engine: Engine) -> None:
+    """The same ids at other positions are another history."""
+    places = np.repeat(np.arange(9)[:, None], 3, axis=1)
+    lower = places + np.array([0, 1, 0])
+    for seq, own in enumerate((places, places, lower)):
+        engine.decode(Batch.of(TEXT[:9], own, [seq] * 9))
+    found = engine.decode(Batch.of(TEXT[9:10], [9], [(0, 1)], logits=True))
+    same(found, feed(engine, COLD, TEXT, 0, 10)[9:])
+    assert [engine.length(seq) for seq in range(3)] == [10, 10, 9]
+    engine.rewind(1, 9)
+    with pytest.raises(BatchError, match="different histories"):
+        engine.decode(Batch.of(TEXT[9:10], [9], [(1, 2)], logits=True))
+    assert [engine.length(seq) for seq in range(3)] == [10, 9, 9]
 
 
 def test_the_same_question_twice_decodes_one_token(engine: Engine) -> None:
