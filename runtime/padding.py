@@ -137,7 +137,7 @@ def _pad_block(slot: _Slot, view: IntArray, value: IntArray) -> None:
         below[...] = np.arange(first, first + below.size).reshape(below.shape)
     elif slot.rule is Padding.LAST:
         right[...] = value[:, -1:]
-        below[...] = view[rows - 1]
+        below[...] = view[rows - 1] if rows else 0
     elif slot.rule in (Padding.ZERO, Padding.SENTINEL):
         right[...] = slot.filler
         below[...] = slot.filler

@@ -165,10 +165,10 @@ class Play:
 
     def differences(self) -> Iterator[tuple[float, Text]]:
         """How far every answer and every live row is from a cold run of its text."""
+        self._settle()
         for text, logits in self.seen:
             wanted, _ = self.oracle.run(text)
             yield float(np.abs(logits - wanted[len(text) - len(logits) :]).max()), text
-        self._settle()
         for seq, held in enumerate(self.held):
             _, rows = self.oracle.run(held.text)
             ours = live_rows(self.engine, seq)
