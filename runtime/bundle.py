@@ -12,6 +12,8 @@ from pathlib import Path
 from cachegraph.models.errors import ConfigError, ContractError
 from cachegraph.models.manifest import Manifest, WeightsFile, read_manifest
 
+_LARGEST_HEADER = 10**8  # bytes, as safetensors allows; a damaged length may say anything
+
 
 def open_bundle(folder: Path, *, draft: bool = False) -> tuple[Path, Manifest]:
     """The resolved folder and its manifest; ContractError where the bundle cannot run.
@@ -72,7 +74,7 @@ def _check_header(folder: Path, weights: WeightsFile) -> None:
         )
     with path.open("rb") as file:
         length = file.read(8)
-        header = length + file.read(int.from_bytes(length, "little"))
+        header = length + file.read(min(int.from_bytes(length, "little"), _LARGEST_HEADER))
     if hashlib.sha256(header).hexdigest() != weights.header_sha256:
         raise ContractError(
             f"{path} is not the weights file that this bundle was written with; export again"

@@ -6,6 +6,7 @@ Nothing of the file stays in this process beside the pages that the operating sy
 from __future__ import annotations
 
 import json
+import mmap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from cachegraph.models.manifest import Manifest, NgramFile
 from cachegraph.runtime.batch import IntArray
 
 Rows = NDArray[np.float32]
+
+# As safetensors names the types that tables are stored in.
+_FORMS = {DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16"}
 
 
 class NgramTables:
@@ -65,16 +69,20 @@ def _mapped(path: Path, entry: NgramFile) -> list[NDArray[Any]]:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header: Mapping[str, Any] = json.loads(file.read(size))
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Rows of a hash lie anywhere: reading ahead of one would fetch what no token asks for.
+    if hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
     tables: list[NDArray[Any]] = []
     for name, rows in zip(entry.tensors, entry.rows, strict=True):
-        shape = header.get(name, {}).get("shape")
-        if shape != [rows, entry.width]:
+        held = header.get(name, {})
+        got = (held.get("dtype"), held.get("shape"))
+        wanted = (_FORMS.get(entry.dtype), [rows, entry.width])
+        if got != wanted:
             raise ContractError(
-                f"{path}: {name} has shape {shape}, the manifest says {[rows, entry.width]}; "
-                "export again"
+                f"{path}: {name} has type and shape {got}, the manifest says {wanted}; export again"
             )
-        start = 8 + size + header[name]["data_offsets"][0]
-        tables.append(
-            np.memmap(path, entry.dtype.numpy, "r", offset=start, shape=(rows, entry.width))
-        )
+        start = 8 + size + held["data_offsets"][0]
+        values = np.frombuffer(mapped, entry.dtype.numpy, rows * entry.width, start)
+        tables.append(values.reshape(rows, entry.width))
     return tables
